@@ -1,0 +1,70 @@
+"""Sends the single enqueues of one event loop together: while a statement is under way, what is asked
+for meanwhile piles up and goes with the next. No timer, so a lone enqueue is sent at once.
+
+A batch that the database refuses is split until the bad job stands alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from howdah.errors import DatabaseUnreachable, NoDatabase, SchemaMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from howdah.model import Handle
+
+Send: TypeAlias = "Callable[[list[dict[str, Any]]], Awaitable[list[Handle]]]"
+Waiting: TypeAlias = "list[tuple[dict[str, Any], asyncio.Future[Handle]]]"
+
+_NOT_THE_JOBS_FAULT = (DatabaseUnreachable, NoDatabase, SchemaMissing, asyncio.CancelledError)
+
+
+class Enqueuer:
+    """Collects jobs of concurrent callers and hands each its own handle or error."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._waiting: Waiting = []
+        self._sender: asyncio.Task[None] | None = None
+
+    async def enqueue(self, job: dict[str, Any]) -> Handle:
+        """Send one encoded job with its neighbours."""
+        loop = asyncio.get_running_loop()
+        if self._sender is None or self._sender.done() or self._sender.get_loop() is not loop:
+            self._waiting = []
+            self._sender = loop.create_task(self._send_waiting(), name="howdah-enqueuer")
+        future: asyncio.Future[Handle] = loop.create_future()
+        self._waiting.append((job, future))
+        return await future
+
+    async def _send_waiting(self) -> None:
+        waiting = self._waiting
+        while waiting:
+            batch = [entry for entry in waiting if not entry[1].cancelled()]
+            waiting.clear()
+            await self._send_batch(batch)
+
+    async def _send_batch(self, batch: Waiting) -> None:
+        if not batch:
+            return
+        try:
+            handles = await self._send([job for job, _ in batch])
+        except BaseException as error:
+            if len(batch) > 1 and not isinstance(error, _NOT_THE_JOBS_FAULT):
+                middle = len(batch) // 2
+                await self._send_batch(batch[:middle])
+                await self._send_batch(batch[middle:])
+                return
+            for _, future in batch:
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                elif not future.done():
+                    future.set_exception(error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        for (_, future), handle in zip(batch, handles, strict=True):
+            if not future.done():
+                future.set_result(handle)

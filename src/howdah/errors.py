@@ -1,0 +1,149 @@
+"""What can go wrong, as types. Every message says what happened, to which thing, and what to do.
+
+HowdahError
+├── NoDatabase               nobody said which database to use
+├── DatabaseUnreachable      it was said, and it does not answer
+├── EmbeddedServerError      the embedded PostgreSQL could not be started or stopped
+├── SchemaMissing            the tables are not there and creating them is switched off
+├── SchemaOutdated           the database's schema is older than this code, and migrating is off
+├── SchemaTooNew             the database's schema is newer than this code
+├── InvalidOption            a setting or parameter that does not exist or contradicts another
+├── InvalidJob               a job that may not be enqueued (.field, .index)
+│   └── PayloadTooLarge      its data are over the limit
+├── LeaseLost                another claim, a recovery or a cancellation took the job (.ids)
+├── NotClaimed               acknowledging a job that this queue did not claim
+└── JobNotFound              no live or finished job has that id
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from uuid import UUID
+
+
+class HowdahError(Exception):
+    """Base of every error that Howdah raises."""
+
+
+class NoDatabase(HowdahError):
+    """Nobody said which database to use."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no database was named. Set HOWDAH_DATABASE_URL (or DATABASE_URL) to a PostgreSQL URL, "
+            "or run `howdah db start` to use an embedded PostgreSQL in this directory."
+        )
+
+
+class DatabaseUnreachable(HowdahError):
+    """The database does not answer. `host` and `database` say which; passwords are never shown."""
+
+    def __init__(self, host: str, database: str, reason: str) -> None:
+        self.host, self.database, self.reason = host, database, reason
+        super().__init__(
+            f'cannot reach database "{database}" at {host}: {reason}. '
+            "Check that the server is up and that the URL is right."
+        )
+
+
+class EmbeddedServerError(HowdahError):
+    """The embedded PostgreSQL could not be found, started or stopped."""
+
+
+class SchemaMissing(HowdahError):
+    """The schema's tables do not exist and creating them on first use is switched off."""
+
+    def __init__(self, schema: str) -> None:
+        self.schema = schema
+        super().__init__(
+            f'schema "{schema}" has no Howdah tables. Run `howdah migrate`, '
+            "or leave out create=False to have them created on first use."
+        )
+
+
+class SchemaOutdated(HowdahError):
+    """The database's schema is older than this code needs."""
+
+    def __init__(self, schema: str, found: int, needed: int) -> None:
+        self.schema, self.found, self.needed = schema, found, needed
+        super().__init__(
+            f'schema "{schema}" is at version {found} and this Howdah needs {needed}. '
+            "Run `howdah migrate`."
+        )
+
+
+class SchemaTooNew(HowdahError):
+    """The database's schema was migrated by a newer Howdah than this one."""
+
+    def __init__(self, schema: str, found: int, known: int) -> None:
+        self.schema, self.found, self.known = schema, found, known
+        super().__init__(
+            f'schema "{schema}" is at version {found}, and this Howdah knows versions up to {known}. '
+            "Upgrade the howdah package in this environment."
+        )
+
+
+class InvalidOption(HowdahError, ValueError):
+    """A setting or parameter that does not exist, is out of range, or contradicts another."""
+
+    @classmethod
+    def unknown(cls, name: str, known: Iterable[str], what: str = "option") -> InvalidOption:
+        """An unknown name, with the nearest known one as a suggestion."""
+        return cls(f'unknown {what} "{name}"{did_you_mean(name, known)}')
+
+
+class InvalidJob(HowdahError, ValueError):
+    """A job that may not be enqueued. `field` names the culprit, `index` its place in a bulk call."""
+
+    def __init__(self, message: str, *, field: str, index: int | None = None) -> None:
+        self.field, self.index, self.message = field, index, message
+        super().__init__(message if index is None else f"job {index}: {message}")
+
+    def at(self, index: int) -> InvalidJob:
+        """The same error, naming the job's place in a bulk enqueue."""
+        return type(self)(self.message, field=self.field, index=index)
+
+
+class PayloadTooLarge(InvalidJob):
+    """A job's data are over the limit."""
+
+
+class LeaseLost(HowdahError):
+    """The lease was lost: the job was recovered, cancelled or claimed again. Nothing was written."""
+
+    def __init__(self, ids: Iterable[UUID]) -> None:
+        self.ids = tuple(ids)
+        which = ", ".join(map(str, self.ids[:3])) + (" …" if len(self.ids) > 3 else "")
+        super().__init__(
+            f"the lease on {len(self.ids)} job(s) was lost and nothing was written about them: {which}. "
+            "Another worker may be running them; stop working on them."
+        )
+
+
+class NotClaimed(HowdahError):
+    """Acknowledging a job that this queue holds no lease on."""
+
+    def __init__(self, job_id: UUID) -> None:
+        self.id = job_id
+        super().__init__(
+            f"job {job_id} was not claimed by this queue, so there is no lease to act under. "
+            "Pass the Job that claim() returned."
+        )
+
+
+class JobNotFound(HowdahError, LookupError):
+    """No live or finished job has that id."""
+
+    def __init__(self, job_id: UUID) -> None:
+        self.id = job_id
+        super().__init__(f"there is no job {job_id}; it may have been cleared after its retention.")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean "x"?` for the nearest known name, else the empty string."""
+    near = get_close_matches(name, list(known), n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""

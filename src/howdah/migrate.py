@@ -1,0 +1,149 @@
+"""Brings a schema up to date, one numbered step at a time, each in a transaction of its own under one
+lock. The steps are a generator of SQL, so the sync and the async client drive the same text.
+
+DDL waits for a lock two seconds at the most and then tries again: while it waits, everybody else waits
+behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from howdah import sql
+from howdah.errors import SchemaMissing, SchemaOutdated, SchemaTooNew
+from howdah.sql import Migration
+from howdah.statements import Rows, quote_schema
+
+T = TypeVar("T")
+
+LOCK_TIMEOUT = "2s"
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One statement whose rows are wanted."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Any number of statements, for their effect."""
+
+    text: str
+
+
+Steps: TypeAlias = Generator[Query | Script, Any, list[Migration]]
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def current_version(schema: str) -> Generator[Query | Script, Any, tuple[int, int]]:
+    """The schema's version, and the oldest code that works with it; (0, 0) where there is none."""
+    name = quote_schema(schema)
+    rows = yield Query(f"SELECT to_regclass({_literal(name + '.migrations')}) IS NOT NULL")
+    if not rows[0][0]:
+        return 0, 0
+    rows = yield Query(
+        f"SELECT version, oldest_code FROM {name}.migrations ORDER BY version DESC LIMIT 1"
+    )
+    return (rows[0][0], rows[0][1]) if rows else (0, 0)
+
+
+def check(schema: str, *, create: bool = True) -> Generator[Query | Script, Any, bool]:
+    """Whether the schema is behind this code. Raises if it cannot be used and may not be migrated."""
+    found, oldest_code = yield from current_version(schema)
+    latest = sql.latest_version()
+    if oldest_code > latest:
+        raise SchemaTooNew(schema, found, latest)
+    if found >= latest:
+        return False
+    if create:
+        return True
+    if found == 0:
+        raise SchemaMissing(schema)
+    raise SchemaOutdated(schema, found, latest)
+
+
+def steps(schema: str, *, target: int | None = None) -> Steps:
+    """Apply what is missing, up to `target`. Gives the migrations that were applied."""
+    applied: list[Migration] = []
+    while True:
+        yield Script("BEGIN")
+        yield Script(f"SET LOCAL lock_timeout = {_literal(LOCK_TIMEOUT)}")
+        lock = _literal(f"howdah:migrate:{schema}")
+        # Try, not wait: a waiter would be cut off by lock_timeout behind a long migration.
+        rows = yield Query(f"SELECT pg_try_advisory_xact_lock(hashtextextended({lock}, 0))")
+        if not rows[0][0]:
+            yield Script("ROLLBACK")
+            yield Query("SELECT pg_sleep(0.05)")
+            continue
+        found, _ = yield from current_version(schema)
+        pending = [m for m in sql.migrations() if found < m.version <= (target or m.version)]
+        if not pending:
+            yield Script("ROLLBACK")
+            return applied
+        yield Script(script(schema, pending[0]))
+        yield Script("COMMIT")
+        applied.append(pending[0])
+
+
+def script(schema: str, migration: Migration) -> str:
+    """One migration as SQL that is ready to run inside a transaction."""
+    name = quote_schema(schema)
+    first = ""
+    if migration.version == 1:
+        first = (
+            f"CREATE SCHEMA IF NOT EXISTS {name};\n"
+            f"CREATE TABLE {name}.migrations (version int PRIMARY KEY, name text NOT NULL, "
+            "oldest_code int NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp());\n"
+        )
+    return (
+        f"{first}SET LOCAL search_path = {name}, pg_temp;\n{migration.text}\n"
+        f"INSERT INTO {name}.migrations (version, name, oldest_code) "
+        f"VALUES ({migration.version}, {_literal(migration.name)}, {migration.oldest_code});\n"
+    )
+
+
+def full_script(schema: str, after: int = 0) -> str:
+    """Every migration behind version `after`, for those who apply SQL by other means."""
+    return "\n".join(
+        f"BEGIN;\n{script(schema, m)}COMMIT;\n" for m in sql.migrations() if m.version > after
+    )
+
+
+def drive(conn: psycopg.Connection[Any], work: Generator[Query | Script, Any, T]) -> T:
+    """Run a generator of SQL on a psycopg connection in autocommit mode, and give its result."""
+    answer: Rows | None = None
+    while True:
+        try:
+            step = work.send(answer)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        with conn.cursor(row_factory=tuple_row) as cursor:
+            cursor.execute(step.text.encode())
+            answer = cursor.fetchall() if isinstance(step, Query) else None
+
+
+def migrate(
+    conn: psycopg.Connection[Any], schema: str, *, target: int | None = None
+) -> list[Migration]:
+    """Bring the schema up to date on a psycopg connection in autocommit mode."""
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return drive(conn, steps(schema, target=target))
+        except psycopg.errors.LockNotAvailable:
+            conn.execute("ROLLBACK")
+            if time.monotonic() > give_up:
+                raise

@@ -1,0 +1,166 @@
+"""The nouns of the queue: jobs, handles, statuses, priorities and ids. No I/O and no clock of its own
+except in `new_id`, whose time only serves to keep ids in order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, TypeAlias
+from uuid import UUID
+
+import msgspec
+
+EXPLICIT = 150
+"""Priority of a job that a person asked for."""
+DISCOVERED = 100
+"""Priority of a job that the system found for itself; the default."""
+BACKFILL = 30
+"""Priority of a job that fills in history when there is nothing better to do."""
+
+Seconds: TypeAlias = timedelta | int | float
+"""A duration: a `timedelta`, or a number of seconds."""
+
+request_id: ContextVar[str | None] = ContextVar("howdah_request_id", default=None)
+"""The id of the request at hand. An enqueue that names none takes this one, and workers set it while
+they run a job, so that one id follows a request through every job that it caused."""
+
+
+class Status(StrEnum):
+    """What a job is doing."""
+
+    PENDING = "pending"
+    CLAIMED = "claimed"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more happens to the job unless an operator retries it."""
+        return self in FINAL
+
+
+FINAL = frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED})
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, dict=False):
+    """A job as it was when it was read. One that comes from `claim` carries its fence, `lease_id`.
+
+    The fields are the columns of the relation `jobs`, in its order.
+    """
+
+    id: UUID
+    seq: int
+    queue: str
+    job_type: str
+    priority: int
+    status: Status
+    data: Any
+    progress: int
+    current_stage: str | None
+    events_count: int
+    worker_id: str | None
+    lease_id: UUID | None
+    lease_expires_at: datetime | None
+    claims: int
+    claimed_at: datetime | None
+    run_at: datetime
+    created_at: datetime
+    started_at: datetime | None
+    completed_at: datetime | None
+    attempts: int
+    max_attempts: int
+    last_error: str | None
+    request_id: str | None
+    traceparent: str | None
+    idempotency_key: str | None
+    ordering_key: str | None
+    holds_key: bool
+    blockers: int
+    cancel_requested: bool
+    keep: timedelta | None
+    result: Any
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """What `enqueue` returns. It is accepted wherever an id is.
+
+    `is_new` is False when the idempotency key was taken: then `id` names the first job.
+    """
+
+    id: UUID
+    is_new: bool
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a job's durable stream of events, oldest first by `event_id`."""
+
+    job_id: UUID
+    event_id: int
+    at: datetime
+    attempt: int
+    kind: str
+    data: Any
+
+
+JobRef: TypeAlias = Job | Handle | UUID | str
+"""What names a job: the job itself, its handle, or its id."""
+
+
+class NewJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job to be enqueued, for `enqueue_many`. Only `job_type` is required.
+
+    `run_at` (an aware datetime) and `delay` exclude each other; `keep` says how long the finished job
+    stays to be looked at, and 0 removes it as soon as it is completed.
+    """
+
+    job_type: str
+    data: Any = msgspec.field(default_factory=dict)
+    priority: int = DISCOVERED
+    queue: str = "default"
+    run_at: datetime | None = None
+    delay: Seconds | None = None
+    max_attempts: int = 3
+    idempotency_key: str | None = None
+    ordering_key: str | None = None
+    request_id: str | None = None
+    traceparent: str | None = None
+    keep: Seconds | None = None
+
+
+NewJobLike: TypeAlias = NewJob | Mapping[str, Any] | tuple[str, Any]
+"""What `enqueue_many` takes: a `NewJob`, a mapping of its fields, or `(job_type, data)`."""
+
+
+class _Ids:
+    """UUIDv7, strictly increasing within a process, so that a batch keeps its order in the index."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = 0
+
+    def new(self) -> UUID:
+        # 48 bits of milliseconds and 74 random ones, less the bits of version and variant.
+        with self._lock:
+            fresh = (time.time_ns() // 1_000_000 << 74) | int.from_bytes(os.urandom(10)) >> 6
+            if fresh <= self._last:
+                fresh = self._last + 1 + int.from_bytes(os.urandom(4))
+            self._last = fresh
+        head, tail = fresh >> 62, fresh & (1 << 62) - 1
+        return UUID(int=(head >> 12) << 80 | 7 << 76 | (head & 0xFFF) << 64 | 2 << 62 | tail)
+
+
+_ids = _Ids()
+# A lock that another thread held at the fork would never be released in the child.
+os.register_at_fork(after_in_child=_ids.__init__)  # type: ignore[misc]
+
+
+def new_id() -> UUID:
+    """A new job id: UUIDv7, greater than every id that this process has made before."""
+    return _ids.new()

@@ -1,0 +1,387 @@
+"""What a queue does, without doing it: checks the caller's input, keeps the fences of what was claimed,
+and turns each call into a Statement. `JobQueue` and `AsyncJobQueue` only run what this gives them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from howdah import payload
+from howdah.errors import InvalidJob, InvalidOption, JobNotFound, LeaseLost, NotClaimed
+from howdah.model import (
+    Event,
+    Handle,
+    Job,
+    JobRef,
+    NewJob,
+    NewJobLike,
+    Seconds,
+    Status,
+    new_id,
+    request_id,
+)
+from howdah.statements import Filters, Rows, Statement, Statements
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+T = TypeVar("T")
+
+BATCH_BYTES = 4 * 2**20
+BATCH_JOBS = 5_000
+REMEMBERED = 100_000
+MAINTENANCE_PERIOD = 2.0
+
+_NEW_JOB_FIELDS = NewJob.__struct_fields__
+
+
+class Operations:
+    """The pure half of a queue."""
+
+    def __init__(
+        self,
+        *,
+        schema: str,
+        lease: Seconds,
+        worker_id: str | None,
+        keep: Seconds | None,
+        payload_limit: int,
+        idempotency_ttl: Seconds,
+    ) -> None:
+        self.statements = Statements(schema)
+        self.lease = payload.to_timedelta(lease, "lease", minimum=0.001)
+        self.keep = None if keep is None else payload.to_timedelta(keep, "keep")
+        self.payload_limit = payload_limit
+        self.idempotency_ttl = payload.to_timedelta(idempotency_ttl, "idempotency_ttl")
+        if worker_id is not None:
+            payload.check_name(worker_id, "worker_id", 100)
+        self._worker_id = worker_id
+        self._fences: OrderedDict[UUID, UUID] = OrderedDict()
+
+    @property
+    def worker_id(self) -> str:
+        """The name under which this process claims; a forked child has its own."""
+        return self._worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}"
+
+    # ── enqueueing ────────────────────────────────────────────────────────────────────────────────
+
+    def new_job(
+        self, job_type: str, data: Any, unknown: Mapping[str, Any], **options: Any
+    ) -> NewJob:
+        """The job that a call to `enqueue` describes."""
+        _refuse_unknown(unknown)
+        return NewJob(job_type=job_type, data={} if data is None else data, **options)
+
+    def encode(self, job: NewJob) -> dict[str, Any]:
+        """A job, checked, with its id, its request id and the queue's retention filled in."""
+        if job.request_id is None and (current := request_id.get()) is not None:
+            job = msgspec.structs.replace(job, request_id=current)
+        if job.keep is None and self.keep is not None:
+            job = msgspec.structs.replace(job, keep=self.keep)
+        fields = payload.encode_job(job, self.payload_limit)
+        fields["id"] = str(new_id())
+        return fields
+
+    def encode_many(self, jobs: Iterable[NewJobLike]) -> list[dict[str, Any]]:
+        """Jobs in any of their forms, checked; an error names the index."""
+        encoded = []
+        for index, job in enumerate(jobs):
+            try:
+                encoded.append(self.encode(_to_new_job(job)))
+            except InvalidJob as error:
+                raise error.at(index) from None
+        return encoded
+
+    def enqueue(self, jobs: list[dict[str, Any]]) -> list[Statement[list[Handle]]]:
+        """Encoded jobs in as many statements as their size asks for."""
+        return [
+            self.statements.enqueue_jobs(payload.encode_batch(batch), self.idempotency_ttl)
+            for batch in _batches(jobs)
+        ]
+
+    # ── claiming and acknowledging ────────────────────────────────────────────────────────────────
+
+    def claim(
+        self,
+        job_types: str | Sequence[str] | None,
+        batch_size: int,
+        lease: Seconds | None,
+        queues: str | Sequence[str],
+        *,
+        started: bool = False,
+    ) -> Statement[list[Job]]:
+        """Claim jobs and remember their fences."""
+        if not isinstance(batch_size, int) or not 1 <= batch_size <= 10_000:
+            raise InvalidOption(f"batch_size is {batch_size!r}; it must be between 1 and 10000.")
+        statement = self.statements.claim_job_batch(
+            self.worker_id,
+            None if job_types is None else _texts(job_types, "job_types"),
+            batch_size,
+            self.lease if lease is None else payload.to_timedelta(lease, "lease", minimum=0.001),
+            _texts(queues, "queues"),
+            started=started,
+        )
+        return _then(statement, self._remember)
+
+    def _remember(self, jobs: list[Job]) -> list[Job]:
+        self._fences.update((job.id, job.lease_id) for job in jobs if job.lease_id is not None)
+        while len(self._fences) > REMEMBERED:
+            self._fences.popitem(last=False)
+        return jobs
+
+    def _fence(self, ref: JobRef) -> tuple[UUID, UUID]:
+        if isinstance(ref, Job) and ref.lease_id is not None and not ref.status.is_final:
+            return ref.id, ref.lease_id
+        job_id = to_id(ref)
+        fence = self._fences.get(job_id)
+        if fence is None:
+            raise NotClaimed(job_id)
+        return job_id, fence
+
+    def _fenced(self, refs: JobRef | Iterable[JobRef]) -> tuple[list[UUID], list[UUID]]:
+        pairs = [self._fence(ref) for ref in _many(refs)]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    def _acknowledged(self, ids: list[UUID], *, release: bool) -> Callable[[list[UUID]], None]:
+        """Forgets fences, and tells the caller of every id that was refused."""
+
+        def check(accepted: list[UUID]) -> None:
+            refused = set(ids).difference(accepted)
+            for job_id in ids if release else refused:
+                self._fences.pop(job_id, None)
+            if refused:
+                raise LeaseLost(sorted(refused))
+
+        return check
+
+    def complete(self, jobs: JobRef | Iterable[JobRef], result: Any) -> Statement[None]:
+        """Complete one job with its result, or several with a list of results (or none)."""
+        ids, fences = self._fenced(jobs)
+        results = _spread(jobs, result, len(ids), "result")
+        statement = self.statements.complete_jobs(
+            ids, fences, [None if each is None else payload.clean_json(each) for each in results]
+        )
+        return _then(statement, self._acknowledged(ids, release=True))
+
+    def fail(
+        self,
+        jobs: JobRef | Iterable[JobRef],
+        reason: BaseException | str,
+        retry: bool,
+        run_at: datetime | None,
+        delay: Seconds | None,
+    ) -> Statement[None]:
+        """Fail jobs, to be tried again at once, at `run_at`, after `delay`, or not at all."""
+        if run_at is not None and delay is not None:
+            raise InvalidOption("run_at and delay exclude each other; give one of them.")
+        if not retry and (run_at is not None or delay is not None):
+            raise InvalidOption("retry=False and a time to retry at exclude each other.")
+        if run_at is not None:
+            payload.check_time(run_at, "run_at")
+        pause = None
+        if retry and run_at is None:
+            pause = payload.to_timedelta(0 if delay is None else delay, "delay")
+        ids, fences = self._fenced(jobs)
+        n = len(ids)
+        statement = self.statements.fail_jobs(
+            ids, fences, [payload.describe_error(reason)] * n, [run_at] * n, [pause] * n
+        )
+        return _then(statement, self._acknowledged(ids, release=True))
+
+    def release(self, jobs: JobRef | Iterable[JobRef], delay: Seconds | None) -> Statement[None]:
+        """Give jobs back; the attempt does not count."""
+        ids, fences = self._fenced(jobs)
+        pause = payload.to_timedelta(0 if delay is None else delay, "delay")
+        statement = self.statements.release_jobs(ids, fences, pause)
+        return _then(statement, self._acknowledged(ids, release=True))
+
+    def extend(self, jobs: JobRef | Iterable[JobRef], lease: Seconds | None) -> Statement[None]:
+        """Extend leases to `lease` from now."""
+        ids, fences = self._fenced(jobs)
+        until = self.lease if lease is None else payload.to_timedelta(lease, "lease", minimum=0.001)
+        statement = self.statements.extend_jobs(ids, fences, until)
+        return _then(_then(statement, _mine), self._acknowledged(ids, release=False))
+
+    def progress(self, job: JobRef, percent: int | None, stage: str | None) -> Statement[None]:
+        """Report how far a job is."""
+        ids, fences = self._fenced(job)
+        if percent is not None:
+            percent = max(0, min(100, int(percent)))
+        if stage is not None:
+            stage = payload.clean_text(str(stage), payload.STAGE_LIMIT)
+        statement = self.statements.report_progress(ids, fences, [percent], [stage])
+        return _then(_then(statement, _mine), self._acknowledged(ids, release=False))
+
+    def event(self, job: JobRef, kind: str, data: Any) -> Statement[None]:
+        """Append an event to a job's stream."""
+        ids, fences = self._fenced(job)
+        statement = self.statements.add_events(
+            ids,
+            fences,
+            [payload.clean_text(str(kind) or "event", 100)],
+            [payload.clean_json({} if data is None else data)],
+        )
+        return _then(statement, self._acknowledged(ids, release=False))
+
+    # ── looking and operating ─────────────────────────────────────────────────────────────────────
+
+    def recover_stale_jobs(self, timeout: Seconds | None, limit: int) -> Statement[int]:
+        """Return jobs of vanished workers to the queue."""
+        interval = None if timeout is None else payload.to_timedelta(timeout, "timeout")
+        return self.statements.recover_stale_jobs(interval, limit)
+
+    def cancel(self, jobs: JobRef | Iterable[JobRef]) -> Statement[dict[UUID, str]]:
+        """Cancel jobs."""
+        return self.statements.cancel_jobs([to_id(ref) for ref in _many(jobs)])
+
+    def retry(self, jobs: JobRef | Iterable[JobRef]) -> Statement[list[UUID]]:
+        """Reopen finished jobs."""
+        return self.statements.retry_jobs([to_id(ref) for ref in _many(jobs)])
+
+    def get(self, job: JobRef) -> Statement[Job]:
+        """One job as it is now."""
+        job_id = to_id(job)
+
+        def found(job: Job | None) -> Job:
+            if job is None:
+                raise JobNotFound(job_id)
+            return job
+
+        return _then(self.statements.get(job_id), found)
+
+    def events(self, job: JobRef, after: int) -> Statement[list[Event]]:
+        """A job's events."""
+        return self.statements.events(to_id(job), after)
+
+    def find(
+        self,
+        limit: int,
+        before: JobRef | None,
+        data: Mapping[str, Any] | None,
+        unknown: Mapping[str, Any],
+        **options: Any,
+    ) -> Statement[list[Job]]:
+        """Jobs that match, newest first."""
+        known = ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data")
+        for name in unknown:
+            raise InvalidOption.unknown(name, (*known, "limit", "before"), "filter")
+        if not isinstance(limit, int) or not 1 <= limit <= 10_000:
+            raise InvalidOption(f"limit is {limit!r}; it must be between 1 and 10000.")
+        for name in ("status", "job_type", "queue"):
+            options[name] = () if options[name] is None else _texts(options[name], name)
+        for status in options["status"]:
+            if status not in set(Status):
+                raise InvalidOption.unknown(status, Status, "status")
+        filters = Filters(
+            data=None if data is None else payload.clean_json(data),
+            before=None if before is None else to_id(before),
+            **options,
+        )
+        return self.statements.find(filters, limit)
+
+    def clear(self, older_than: Seconds, statuses: str | Sequence[str] | None) -> Statement[int]:
+        """Remove finished jobs."""
+        final = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
+        wanted = final if statuses is None else _texts(statuses, "statuses")
+        for status in wanted:
+            if status not in final:
+                raise InvalidOption.unknown(status, final, "final status")
+        return self.statements.clear_finished(
+            payload.to_timedelta(older_than, "older_than"), wanted
+        )
+
+
+def to_id(ref: JobRef) -> UUID:
+    """The id behind a job, a handle, an id or its text."""
+    if isinstance(ref, UUID):
+        return ref
+    if isinstance(ref, Job | Handle):
+        return ref.id
+    try:
+        return UUID(ref)
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidOption(f"{ref!r:.100} is not a job id.") from None
+
+
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        raise InvalidOption.unknown(name, (*_NEW_JOB_FIELDS, "conn"))
+
+
+def _to_new_job(job: NewJobLike) -> NewJob:
+    match job:
+        case NewJob():
+            return job
+        case (str() as job_type, data):
+            return NewJob(job_type=job_type, data=data)
+        case Mapping():
+            _refuse_unknown({name: None for name in job if name not in _NEW_JOB_FIELDS})
+            if "job_type" not in job:
+                raise InvalidJob("job_type is missing.", field="job_type")
+            return NewJob(**job)
+        case _:
+            raise InvalidJob(
+                f"a {type(job).__name__} is not a job; give a NewJob, a mapping or (job_type, data).",
+                field="job",
+            )
+
+
+def _batches(jobs: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    size = 0
+    for job in jobs:
+        length = len(memoryview(job["data"])) + 200
+        if batch and (len(batch) >= BATCH_JOBS or size + length > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(job)
+        size += length
+    if batch:
+        yield batch
+
+
+def _many(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
+    if isinstance(refs, Job | Handle | UUID | str):
+        return [refs]
+    return list(refs)
+
+
+def _spread(refs: Any, value: Any, n: int, name: str) -> list[Any]:
+    if isinstance(refs, Job | Handle | UUID | str):
+        return [value]
+    if value is None:
+        return [None] * n
+    if not isinstance(value, list) or len(value) != n:
+        raise InvalidOption(f"{name} must be a list of {n} values, one for each job.")
+    return value
+
+
+def _texts(value: str | Sequence[str], name: str) -> list[str]:
+    texts = [value] if isinstance(value, str) else list(value)
+    for text in texts:
+        try:
+            payload.check_name(text, name)
+        except InvalidJob as error:
+            raise InvalidOption(str(error)) from None
+    return texts
+
+
+def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:
+    return [job_id for job_id, _, mine, _ in answers if mine]
+
+
+def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
+    """The statement with one more step behind its decoding."""
+
+    def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
+        return check(inner(rows))
+
+    again = None if statement.again is None else _then(statement.again, check)
+    return replace(statement, decode=decode, again=again)

@@ -1,0 +1,124 @@
+"""One real PostgreSQL for the whole run, and a fresh database for every test that asks for one.
+
+`--pg-bin DIR` runs the tests on another PostgreSQL than the embedded one."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from howdah import AsyncJobQueue, JobQueue
+from howdah.embedded import EmbeddedServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+SETTINGS = {
+    "fsync": "off",  # the machine under the tests does not crash; processes do, and that needs no fsync
+    "max_connections": "200",
+    "shared_preload_libraries": "pg_stat_statements",
+}
+_numbers = itertools.count(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pg-bin", default=None, help="bin directory of the PostgreSQL to test on")
+
+
+def url_of(server: EmbeddedServer, database: str) -> str:
+    return server.url.replace("/howdah?", f"/{database}?")
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    """A server of this run's own, on the embedded PostgreSQL or the one that --pg-bin names."""
+    where = Path(tempfile.mkdtemp(prefix="howdah-tests-"))
+    where.chmod(0o755)
+    programs = request.config.getoption("--pg-bin")
+    server = EmbeddedServer(
+        where / "pg", settings=SETTINGS, bin_directory=Path(programs) if programs else None
+    )
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop("immediate")
+        server.remove()
+        shutil.rmtree(where, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def template(server: EmbeddedServer) -> str:
+    """The name of a database with the newest schema, to be copied."""
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        conn.execute("CREATE DATABASE template_howdah")
+    queue = JobQueue(url_of(server, "template_howdah"))
+    queue.pending()
+    queue.close()
+    return "template_howdah"
+
+
+@pytest.fixture
+def make_database(server: EmbeddedServer) -> Iterator[Callable[[str | None], str]]:
+    """Makes databases, from a template if one is named, and drops them after the test."""
+    made: list[str] = []
+
+    def make(template: str | None = None) -> str:
+        name = f"test_{next(_numbers)}"
+        with psycopg.connect(server.url, autocommit=True) as conn:
+            source = f" TEMPLATE {template}" if template else ""
+            conn.execute(f"CREATE DATABASE {name}{source}".encode())
+        made.append(name)
+        return url_of(server, name)
+
+    yield make
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        for name in made:
+            conn.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+
+
+@pytest.fixture
+def empty_database(make_database: Callable[[str | None], str]) -> str:
+    """The URL of a database with nothing in it."""
+    return make_database(None)
+
+
+@pytest.fixture
+def database(make_database: Callable[[str | None], str], template: str) -> str:
+    """The URL of a fresh database with the newest schema `howdah`."""
+    return make_database(template)
+
+
+@pytest.fixture
+def connect(database: str) -> Iterator[Callable[..., psycopg.Connection]]:
+    """Opens raw connections to `database`, in autocommit mode unless told otherwise."""
+    opened: list[psycopg.Connection] = []
+
+    def open_one(*, autocommit: bool = True) -> psycopg.Connection:
+        conn = psycopg.connect(database, autocommit=autocommit)
+        opened.append(conn)
+        return conn
+
+    yield open_one
+    for conn in opened:
+        conn.close()
+
+
+@pytest.fixture
+def queue(database: str) -> Iterator[JobQueue]:
+    queue = JobQueue(database)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+async def aqueue(database: str) -> AsyncIterator[AsyncJobQueue]:
+    queue = AsyncJobQueue(database)
+    yield queue
+    await queue.close()
