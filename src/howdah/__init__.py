@@ -1,27 +1,38 @@
 """Howdah: background jobs on the PostgreSQL you already have.
 
-`JobQueue` and `AsyncJobQueue` are the bare queue; everything public is listed in `__all__`.
+`App` and its tasks are for most users; `JobQueue` and `AsyncJobQueue` are the bare queue below them.
+Everything public is named here.
 """
 
+from howdah.app import App, Task, TaskHandle
+from howdah.context import Context, current
 from howdah.errors import (
     DatabaseUnreachable,
+    DuplicateTask,
     EmbeddedServerError,
     HowdahError,
     InvalidJob,
     InvalidOption,
+    JobCancelled,
+    JobFailed,
     JobNotFound,
     LeaseLost,
     NoDatabase,
     NotClaimed,
     PayloadTooLarge,
+    ResultTimeout,
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
+    TaskInFlight,
+    UnknownTask,
 )
+from howdah.hooks import StateChange
 from howdah.model import (
     BACKFILL,
     DISCOVERED,
     EXPLICIT,
+    Claim,
     Event,
     Handle,
     Job,
@@ -29,7 +40,11 @@ from howdah.model import (
     Status,
     request_id,
 )
+from howdah.outcome import Aborted, Cancel, Fail, Snooze
 from howdah.queue import AsyncJobQueue, JobQueue
+from howdah.retry import Retry
+from howdah.watching import Change
+from howdah.worker import Worker
 
 __version__ = "0.1.0"
 
@@ -37,15 +52,25 @@ __all__ = [
     "BACKFILL",
     "DISCOVERED",
     "EXPLICIT",
+    "Aborted",
+    "App",
     "AsyncJobQueue",
+    "Cancel",
+    "Change",
+    "Claim",
+    "Context",
     "DatabaseUnreachable",
+    "DuplicateTask",
     "EmbeddedServerError",
     "Event",
+    "Fail",
     "Handle",
     "HowdahError",
     "InvalidJob",
     "InvalidOption",
     "Job",
+    "JobCancelled",
+    "JobFailed",
     "JobNotFound",
     "JobQueue",
     "LeaseLost",
@@ -53,9 +78,19 @@ __all__ = [
     "NoDatabase",
     "NotClaimed",
     "PayloadTooLarge",
+    "ResultTimeout",
+    "Retry",
     "SchemaMissing",
     "SchemaOutdated",
     "SchemaTooNew",
+    "Snooze",
+    "StateChange",
     "Status",
+    "Task",
+    "TaskHandle",
+    "TaskInFlight",
+    "UnknownTask",
+    "Worker",
+    "current",
     "request_id",
 ]

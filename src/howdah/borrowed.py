@@ -37,6 +37,13 @@ def _sqlalchemy(statement: Statement[Any]) -> tuple[Any, dict[str, Any]]:
     return text, _names(statement.parameters)
 
 
+def _is_django(conn: object) -> bool:
+    # `django.db.connection` is a proxy whose class lives elsewhere, shared with Django's caches.
+    return _comes_from(conn, "django.db.") or (
+        _comes_from(conn, "django.utils.connection") and hasattr(conn, "vendor")
+    )
+
+
 def _refuse(conn: object, kind: str, others: str) -> InvalidOption:
     return InvalidOption(
         f"conn= is a {type(conn).__module__}.{type(conn).__qualname__}, and {kind} takes {others}."
@@ -48,20 +55,23 @@ def run(conn: Any, statement: Statement[Any]) -> Rows:
     if isinstance(conn, psycopg.Connection):
         with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
             return cursor.execute(statement.text, statement.parameters).fetchall()
-    if _comes_from(conn, "sqlalchemy.") and not _comes_from(conn, "sqlalchemy.ext.asyncio"):
+    if (
+        _comes_from(conn, "sqlalchemy.")
+        and not _comes_from(conn, "sqlalchemy.ext.asyncio")
+        and hasattr(conn, "execute")  # an Engine has none
+    ):
         text, names = _sqlalchemy(statement)
         return [tuple(row) for row in conn.execute(text, names).all()]
-    if _comes_from(conn, "django.db."):
+    if _is_django(conn) and getattr(conn, "vendor", None) == "postgresql":
+        text = _PLACEHOLDER.sub(r"%(p\1)s", statement.text.replace("%", "%%"))
         with conn.cursor() as cursor:
-            cursor.execute(
-                _PLACEHOLDER.sub(r"%(p\1)s", statement.text), _names(statement.parameters)
-            )
+            cursor.execute(text, _names(statement.parameters))
             rows: Rows = cursor.fetchall()
             return rows
     raise _refuse(
         conn,
         "JobQueue",
-        "a psycopg Connection, a SQLAlchemy Session or Connection, or Django's connection",
+        "a psycopg Connection, a SQLAlchemy Session or Connection, or Django's connection to PostgreSQL",
     )
 
 
@@ -74,7 +84,7 @@ async def arun(conn: Any, statement: Statement[Any]) -> Rows:
         async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
             await cursor.execute(statement.text, statement.parameters)
             return await cursor.fetchall()
-    if _comes_from(conn, "sqlalchemy.ext.asyncio"):
+    if _comes_from(conn, "sqlalchemy.ext.asyncio") and hasattr(conn, "execute"):
         text, names = _sqlalchemy(statement)
         return [tuple(row) for row in (await conn.execute(text, names)).all()]
     raise _refuse(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from howdah.errors import DatabaseUnreachable, NoDatabase, SchemaMissing
+from howdah.errors import InvalidJob
+from howdah.store import sqlstate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 Send: TypeAlias = "Callable[[list[dict[str, Any]]], Awaitable[list[Handle]]]"
 Waiting: TypeAlias = "list[tuple[dict[str, Any], asyncio.Future[Handle]]]"
 
-_NOT_THE_JOBS_FAULT = (DatabaseUnreachable, NoDatabase, SchemaMissing, asyncio.CancelledError)
+# Cardinality, data, integrity, check option, program limit, a user's own trigger.
+_DATA_ERRORS = frozenset({"21", "22", "23", "44", "54", "P0"})
+
+
+def _is_fault_of_a_job(error: Exception) -> bool:
+    return isinstance(error, InvalidJob) or sqlstate(error)[:2] in _DATA_ERRORS
 
 
 class Enqueuer:
@@ -34,36 +40,39 @@ class Enqueuer:
         loop = asyncio.get_running_loop()
         if self._sender is None or self._sender.done() or self._sender.get_loop() is not loop:
             self._waiting = []
-            self._sender = loop.create_task(self._send_waiting(), name="howdah-enqueuer")
+            self._sender = loop.create_task(
+                self._send_waiting(self._waiting), name="howdah-enqueuer"
+            )
         future: asyncio.Future[Handle] = loop.create_future()
         self._waiting.append((job, future))
         return await future
 
-    async def _send_waiting(self) -> None:
-        waiting = self._waiting
-        while waiting:
-            batch = [entry for entry in waiting if not entry[1].cancelled()]
-            waiting.clear()
-            await self._send_batch(batch)
+    async def _send_waiting(self, waiting: Waiting) -> None:
+        batch: Waiting = []
+        try:
+            while waiting:
+                batch = [entry for entry in waiting if not entry[1].cancelled()]
+                waiting.clear()
+                await self._send_batch(batch)
+        finally:
+            # Only where the loop ends, or somebody cancels every task there is.
+            for _, future in (*batch, *waiting):
+                future.cancel()
 
     async def _send_batch(self, batch: Waiting) -> None:
         if not batch:
             return
         try:
             handles = await self._send([job for job, _ in batch])
-        except BaseException as error:
-            if len(batch) > 1 and not isinstance(error, _NOT_THE_JOBS_FAULT):
+        except Exception as error:
+            if len(batch) > 1 and _is_fault_of_a_job(error):
                 middle = len(batch) // 2
                 await self._send_batch(batch[:middle])
                 await self._send_batch(batch[middle:])
                 return
             for _, future in batch:
-                if isinstance(error, asyncio.CancelledError):
-                    future.cancel()
-                elif not future.done():
+                if not future.done():
                     future.set_exception(error)
-            if isinstance(error, asyncio.CancelledError):
-                raise
             return
         for (_, future), handle in zip(batch, handles, strict=True):
             if not future.done():

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from uuid import UUID
 
+    from howdah.model import Job
+
 
 class HowdahError(Exception):
     """Base of every error that Howdah raises."""
@@ -141,6 +143,60 @@ class JobNotFound(HowdahError, LookupError):
     def __init__(self, job_id: UUID) -> None:
         self.id = job_id
         super().__init__(f"there is no job {job_id}; it may have been cleared after its retention.")
+
+
+class UnknownTask(HowdahError, LookupError):
+    """No task of that name is registered."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        super().__init__(f'no task named "{name}" is registered{did_you_mean(name, known)}')
+
+
+class DuplicateTask(HowdahError, ValueError):
+    """Two different functions are registered under one name."""
+
+    def __init__(self, name: str, first: str, second: str) -> None:
+        self.name = name
+        super().__init__(
+            f'two tasks are named "{name}": {first} and {second}. Give one of them name="…".'
+        )
+
+
+class TaskInFlight(HowdahError):
+    """A run under this idempotency key is still under way."""
+
+    def __init__(self, job_id: UUID) -> None:
+        self.id = job_id
+        super().__init__(
+            f"job {job_id} holds this idempotency key and has not ended; wait for its result."
+        )
+
+
+class ResultTimeout(HowdahError, TimeoutError):
+    """The job did not end in time."""
+
+    def __init__(self, job_id: UUID, seconds: float) -> None:
+        self.id = job_id
+        super().__init__(f"job {job_id} did not end within {seconds:g} seconds; it goes on.")
+
+
+class JobFailed(HowdahError):
+    """The awaited job failed for good. `job` is its last state."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        super().__init__(
+            f"job {job.id} ({job.job_type}) failed after {job.attempts} attempt(s): {job.last_error}"
+        )
+
+
+class JobCancelled(HowdahError):
+    """The awaited job was cancelled. `job` is its last state."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        super().__init__(f"job {job.id} ({job.job_type}) was cancelled.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -98,6 +98,13 @@ class Handle(msgspec.Struct, frozen=True):
     is_new: bool
 
 
+class Claim(msgspec.Struct, frozen=True):
+    """A claimed job's id and fence: enough to acknowledge it."""
+
+    id: UUID
+    lease_id: UUID
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a job's durable stream of events, oldest first by `event_id`."""
 
@@ -109,8 +116,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     data: Any
 
 
-JobRef: TypeAlias = Job | Handle | UUID | str
-"""What names a job: the job itself, its handle, or its id."""
+JobRef: TypeAlias = Job | Handle | Claim | UUID | str
+"""What names a job: the job itself, its handle, its claim, or its id."""
 
 
 class NewJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ import msgspec
 from howdah import payload
 from howdah.errors import InvalidJob, InvalidOption, JobNotFound, LeaseLost, NotClaimed
 from howdah.model import (
+    Claim,
     Event,
     Handle,
     Job,
@@ -56,12 +57,14 @@ class Operations:
         idempotency_ttl: Seconds,
     ) -> None:
         self.statements = Statements(schema)
-        self.lease = payload.to_timedelta(lease, "lease", minimum=0.001)
+        self.lease = payload.to_lease(lease)
         self.keep = None if keep is None else payload.to_timedelta(keep, "keep")
-        self.payload_limit = payload_limit
+        self.payload_limit = _option(
+            payload.check_integer, payload_limit, "payload_limit", 2, 2**30
+        )
         self.idempotency_ttl = payload.to_timedelta(idempotency_ttl, "idempotency_ttl")
         if worker_id is not None:
-            payload.check_name(worker_id, "worker_id", 100)
+            _option(payload.check_name, worker_id, "worker_id", 100)
         self._worker_id = worker_id
         self._fences: OrderedDict[UUID, UUID] = OrderedDict()
 
@@ -76,7 +79,7 @@ class Operations:
         self, job_type: str, data: Any, unknown: Mapping[str, Any], **options: Any
     ) -> NewJob:
         """The job that a call to `enqueue` describes."""
-        _refuse_unknown(unknown)
+        _refuse_unknown(unknown, (*_NEW_JOB_FIELDS, "conn"))
         return NewJob(job_type=job_type, data={} if data is None else data, **options)
 
     def encode(self, job: NewJob) -> dict[str, Any]:
@@ -97,6 +100,8 @@ class Operations:
                 encoded.append(self.encode(_to_new_job(job)))
             except InvalidJob as error:
                 raise error.at(index) from None
+            except InvalidOption as error:
+                raise InvalidOption(f"job {index}: {error}") from None
         return encoded
 
     def enqueue(self, jobs: list[dict[str, Any]]) -> list[Statement[list[Handle]]]:
@@ -118,13 +123,12 @@ class Operations:
         started: bool = False,
     ) -> Statement[list[Job]]:
         """Claim jobs and remember their fences."""
-        if not isinstance(batch_size, int) or not 1 <= batch_size <= 10_000:
-            raise InvalidOption(f"batch_size is {batch_size!r}; it must be between 1 and 10000.")
+        _option(payload.check_integer, batch_size, "batch_size", 1, 10_000)
         statement = self.statements.claim_job_batch(
             self.worker_id,
             None if job_types is None else _texts(job_types, "job_types"),
             batch_size,
-            self.lease if lease is None else payload.to_timedelta(lease, "lease", minimum=0.001),
+            self.lease if lease is None else payload.to_lease(lease),
             _texts(queues, "queues"),
             started=started,
         )
@@ -137,6 +141,8 @@ class Operations:
         return jobs
 
     def _fence(self, ref: JobRef) -> tuple[UUID, UUID]:
+        if isinstance(ref, Claim):
+            return ref.id, ref.lease_id
         if isinstance(ref, Job) and ref.lease_id is not None and not ref.status.is_final:
             return ref.id, ref.lease_id
         job_id = to_id(ref)
@@ -149,26 +155,34 @@ class Operations:
         pairs = [self._fence(ref) for ref in _many(refs)]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
-    def _acknowledged(self, ids: list[UUID], *, release: bool) -> Callable[[list[UUID]], None]:
-        """Forgets fences, and tells the caller of every id that was refused."""
+    def _acknowledged(
+        self, ids: list[UUID], fences: list[UUID], *, forget: bool
+    ) -> Callable[[list[UUID]], None]:
+        """Tells the caller of every id that was refused. Forgets fences that are of no more use."""
 
         def check(accepted: list[UUID]) -> None:
             refused = set(ids).difference(accepted)
-            for job_id in ids if release else refused:
-                self._fences.pop(job_id, None)
+            for job_id, fence in zip(ids, fences, strict=True):
+                # This queue may have claimed the job anew: then the newer fence stays.
+                if (forget or job_id in refused) and self._fences.get(job_id) == fence:
+                    self._fences.pop(job_id, None)
             if refused:
                 raise LeaseLost(sorted(refused))
 
         return check
 
-    def complete(self, jobs: JobRef | Iterable[JobRef], result: Any) -> Statement[None]:
+    # `joined`: the caller's transaction may yet roll back, and then the fences are needed again.
+
+    def complete(
+        self, jobs: JobRef | Iterable[JobRef], result: Any, *, joined: bool = False
+    ) -> Statement[None]:
         """Complete one job with its result, or several with a list of results (or none)."""
         ids, fences = self._fenced(jobs)
         results = _spread(jobs, result, len(ids), "result")
         statement = self.statements.complete_jobs(
             ids, fences, [None if each is None else payload.clean_json(each) for each in results]
         )
-        return _then(statement, self._acknowledged(ids, release=True))
+        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
 
     def fail(
         self,
@@ -177,6 +191,8 @@ class Operations:
         retry: bool,
         run_at: datetime | None,
         delay: Seconds | None,
+        *,
+        joined: bool = False,
     ) -> Statement[None]:
         """Fail jobs, to be tried again at once, at `run_at`, after `delay`, or not at all."""
         if run_at is not None and delay is not None:
@@ -184,7 +200,7 @@ class Operations:
         if not retry and (run_at is not None or delay is not None):
             raise InvalidOption("retry=False and a time to retry at exclude each other.")
         if run_at is not None:
-            payload.check_time(run_at, "run_at")
+            run_at = _option(payload.check_time, run_at, "run_at")
         pause = None
         if retry and run_at is None:
             pause = payload.to_timedelta(0 if delay is None else delay, "delay")
@@ -193,48 +209,55 @@ class Operations:
         statement = self.statements.fail_jobs(
             ids, fences, [payload.describe_error(reason)] * n, [run_at] * n, [pause] * n
         )
-        return _then(statement, self._acknowledged(ids, release=True))
+        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
 
-    def release(self, jobs: JobRef | Iterable[JobRef], delay: Seconds | None) -> Statement[None]:
+    def release(
+        self, jobs: JobRef | Iterable[JobRef], delay: Seconds | None, *, joined: bool = False
+    ) -> Statement[None]:
         """Give jobs back; the attempt does not count."""
         ids, fences = self._fenced(jobs)
         pause = payload.to_timedelta(0 if delay is None else delay, "delay")
         statement = self.statements.release_jobs(ids, fences, pause)
-        return _then(statement, self._acknowledged(ids, release=True))
+        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
 
     def extend(self, jobs: JobRef | Iterable[JobRef], lease: Seconds | None) -> Statement[None]:
         """Extend leases to `lease` from now."""
         ids, fences = self._fenced(jobs)
-        until = self.lease if lease is None else payload.to_timedelta(lease, "lease", minimum=0.001)
+        until = self.lease if lease is None else payload.to_lease(lease)
         statement = self.statements.extend_jobs(ids, fences, until)
-        return _then(_then(statement, _mine), self._acknowledged(ids, release=False))
+        return _then(_then(statement, _mine), self._acknowledged(ids, fences, forget=False))
 
-    def progress(self, job: JobRef, percent: int | None, stage: str | None) -> Statement[None]:
-        """Report how far a job is."""
-        ids, fences = self._fenced(job)
-        if percent is not None:
-            percent = max(0, min(100, int(percent)))
+    def progress(
+        self, jobs: JobRef | Iterable[JobRef], percent: float | None, stage: str | None
+    ) -> Statement[None]:
+        """Report how far jobs are."""
+        ids, fences = self._fenced(jobs)
+        n = len(ids)
         if stage is not None:
-            stage = payload.clean_text(str(stage), payload.STAGE_LIMIT)
-        statement = self.statements.report_progress(ids, fences, [percent], [stage])
-        return _then(_then(statement, _mine), self._acknowledged(ids, release=False))
+            stage = payload.clean_text(stage, payload.STAGE_LIMIT)
+        statement = self.statements.report_progress(
+            ids, fences, [payload.clean_percent(percent)] * n, [stage] * n
+        )
+        return _then(_then(statement, _mine), self._acknowledged(ids, fences, forget=False))
 
-    def event(self, job: JobRef, kind: str, data: Any) -> Statement[None]:
-        """Append an event to a job's stream."""
-        ids, fences = self._fenced(job)
+    def event(self, jobs: JobRef | Iterable[JobRef], kind: str, data: Any) -> Statement[None]:
+        """Append an event to the stream of each job."""
+        ids, fences = self._fenced(jobs)
+        n = len(ids)
         statement = self.statements.add_events(
             ids,
             fences,
-            [payload.clean_text(str(kind) or "event", 100)],
-            [payload.clean_json({} if data is None else data)],
+            [payload.clean_text(kind, 100) or "event"] * n,
+            [payload.clean_json({} if data is None else data)] * n,
         )
-        return _then(statement, self._acknowledged(ids, release=False))
+        return _then(statement, self._acknowledged(ids, fences, forget=False))
 
     # ── looking and operating ─────────────────────────────────────────────────────────────────────
 
     def recover_stale_jobs(self, timeout: Seconds | None, limit: int) -> Statement[int]:
         """Return jobs of vanished workers to the queue."""
         interval = None if timeout is None else payload.to_timedelta(timeout, "timeout")
+        _option(payload.check_integer, limit, "limit", 1, 2**31 - 1)
         return self.statements.recover_stale_jobs(interval, limit)
 
     def cancel(self, jobs: JobRef | Iterable[JobRef]) -> Statement[dict[UUID, str]]:
@@ -245,6 +268,14 @@ class Operations:
         """Reopen finished jobs."""
         return self.statements.retry_jobs([to_id(ref) for ref in _many(jobs)])
 
+    def pending(self, queue: str | None, job_type: str | None) -> Statement[int]:
+        """Count waiting jobs."""
+        return self.statements.pending_count(*_names(queue=queue, job_type=job_type))
+
+    def counts(self, queue: str | None, job_type: str | None) -> Statement[dict[Status, int]]:
+        """Count jobs by status."""
+        return self.statements.counts(*_names(queue=queue, job_type=job_type))
+
     def get(self, job: JobRef) -> Statement[Job]:
         """One job as it is now."""
         job_id = to_id(job)
@@ -252,12 +283,13 @@ class Operations:
         def found(job: Job | None) -> Job:
             if job is None:
                 raise JobNotFound(job_id)
-            return job
+            return _unfenced(job)
 
         return _then(self.statements.get(job_id), found)
 
     def events(self, job: JobRef, after: int) -> Statement[list[Event]]:
         """A job's events."""
+        _option(payload.check_integer, after, "after", 0, 2**63 - 1)
         return self.statements.events(to_id(job), after)
 
     def find(
@@ -272,19 +304,21 @@ class Operations:
         known = ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data")
         for name in unknown:
             raise InvalidOption.unknown(name, (*known, "limit", "before"), "filter")
-        if not isinstance(limit, int) or not 1 <= limit <= 10_000:
-            raise InvalidOption(f"limit is {limit!r}; it must be between 1 and 10000.")
+        _option(payload.check_integer, limit, "limit", 1, 10_000)
         for name in ("status", "job_type", "queue"):
             options[name] = () if options[name] is None else _texts(options[name], name)
         for status in options["status"]:
             if status not in set(Status):
                 raise InvalidOption.unknown(status, Status, "status")
+        for name in ("request_id", "ordering_key", "worker_id"):
+            _names(**{name: options[name]})
         filters = Filters(
-            data=None if data is None else payload.clean_json(data),
+            data=None if data is None else _contained(data),
             before=None if before is None else to_id(before),
             **options,
         )
-        return self.statements.find(filters, limit)
+        statement = self.statements.find(filters, limit)
+        return _then(statement, lambda jobs: [_unfenced(job) for job in jobs])
 
     def clear(self, older_than: Seconds, statuses: str | Sequence[str] | None) -> Statement[int]:
         """Remove finished jobs."""
@@ -302,7 +336,7 @@ def to_id(ref: JobRef) -> UUID:
     """The id behind a job, a handle, an id or its text."""
     if isinstance(ref, UUID):
         return ref
-    if isinstance(ref, Job | Handle):
+    if isinstance(ref, Job | Handle | Claim):
         return ref.id
     try:
         return UUID(ref)
@@ -310,9 +344,35 @@ def to_id(ref: JobRef) -> UUID:
         raise InvalidOption(f"{ref!r:.100} is not a job id.") from None
 
 
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+def _option(check: Callable[..., T], *arguments: Any) -> T:
+    """The check of a job's field, for what is a parameter here."""
+    try:
+        return check(*arguments)
+    except InvalidJob as error:
+        raise InvalidOption(error.message) from None
+
+
+def _names(**names: str | None) -> list[str | None]:
+    """Texts to look for, checked: each may be left out, none may be what cannot be stored."""
+    for name, text in names.items():
+        if text is not None:
+            _option(payload.check_name, text, name, payload.KEY_LIMIT)
+    return list(names.values())
+
+
+def _contained(data: Mapping[str, Any]) -> str:
+    raw = _option(payload.encode_data, data)
+    return bytes(memoryview(raw)).decode()
+
+
+def _unfenced(job: Job) -> Job:
+    # The fence belongs to whoever claimed the job; looking at it is no right to acknowledge it.
+    return job if job.lease_id is None else msgspec.structs.replace(job, lease_id=None)
+
+
+def _refuse_unknown(unknown: Iterable[Any], known: Iterable[str]) -> None:
     for name in unknown:
-        raise InvalidOption.unknown(name, (*_NEW_JOB_FIELDS, "conn"))
+        raise InvalidOption.unknown(str(name), known)
 
 
 def _to_new_job(job: NewJobLike) -> NewJob:
@@ -322,7 +382,7 @@ def _to_new_job(job: NewJobLike) -> NewJob:
         case (str() as job_type, data):
             return NewJob(job_type=job_type, data=data)
         case Mapping():
-            _refuse_unknown({name: None for name in job if name not in _NEW_JOB_FIELDS})
+            _refuse_unknown((name for name in job if name not in _NEW_JOB_FIELDS), _NEW_JOB_FIELDS)
             if "job_type" not in job:
                 raise InvalidJob("job_type is missing.", field="job_type")
             return NewJob(**job)
@@ -348,13 +408,15 @@ def _batches(jobs: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
 
 
 def _many(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
-    if isinstance(refs, Job | Handle | UUID | str):
+    if isinstance(refs, Job | Handle | Claim | UUID | str):
         return [refs]
+    if not isinstance(refs, Iterable):
+        raise InvalidOption(f"{refs!r:.100} is not a job id.")
     return list(refs)
 
 
 def _spread(refs: Any, value: Any, n: int, name: str) -> list[Any]:
-    if isinstance(refs, Job | Handle | UUID | str):
+    if isinstance(refs, Job | Handle | Claim | UUID | str):
         return [value]
     if value is None:
         return [None] * n
@@ -364,13 +426,10 @@ def _spread(refs: Any, value: Any, n: int, name: str) -> list[Any]:
 
 
 def _texts(value: str | Sequence[str], name: str) -> list[str]:
+    if not isinstance(value, Iterable):
+        raise InvalidOption(f"{name} must be a string or a list of them, not {value!r:.80}.")
     texts = [value] if isinstance(value, str) else list(value)
-    for text in texts:
-        try:
-            payload.check_name(text, name)
-        except InvalidJob as error:
-            raise InvalidOption(str(error)) from None
-    return texts
+    return [_option(payload.check_name, text, name) for text in texts]
 
 
 def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:

@@ -4,7 +4,8 @@ and never refused, because by then the work is done. Knows nothing of databases.
 from __future__ import annotations
 
 import math
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +13,8 @@ import msgspec
 from howdah.errors import InvalidJob, InvalidOption, PayloadTooLarge
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from howdah.model import NewJob, Seconds
 
 DATA_LIMIT = 64 * 1024
@@ -23,9 +26,23 @@ KEY_LIMIT = 500
 DEPTH_LIMIT = 100
 MAX_ATTEMPTS_LIMIT = 10_000
 PRIORITY_RANGE = (-1000, 1000)
+LONGEST_LEASE = timedelta(days=30)
 INTEGER_BITS = 1024  # far beyond what readers in other languages hold, and cheap to print
+LAST_YEAR = 9998  # Python's last is 9999, and a time zone may push a date over that edge
 
-_encode = msgspec.json.Encoder().encode
+
+def _plain(value: object) -> str | int | float:
+    """The plain value behind a subclass of str, int or float."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    raise TypeError
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
 decode = msgspec.json.Decoder().decode
 """JSON text or bytes → Python values."""
 
@@ -35,26 +52,38 @@ decode = msgspec.json.Decoder().decode
 
 def encode_data(data: Any, limit: int = DATA_LIMIT) -> msgspec.Raw:
     """The data as JSON, or an `InvalidJob` that says what JSON or PostgreSQL cannot hold."""
-    _check_json(data)
+    if _check_json(data, limit):
+        data = _spell_floats(data)
     raw = _encode(data)
     if len(raw) > limit:
-        raise PayloadTooLarge(
-            f"data is {len(raw):,} bytes of JSON and the limit is {limit:,}. "
-            "Store it elsewhere (a table, a bucket) and enqueue a reference to it.",
-            field="data",
-        )
+        raise _too_large(f"{len(raw):,} bytes", limit)
     return msgspec.Raw(raw)
 
 
-def _check_json(data: Any) -> None:
-    """Walks the values without recursion: JSON's types only, finite, storable, not too deep."""
-    level, depth = [data], 0
+def _too_large(size: str, limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(
+        f"data is {size} of JSON and the limit is {limit:,}. "
+        "Store it elsewhere (a table, a bucket) and enqueue a reference to it.",
+        field="data",
+    )
+
+
+def _check_json(data: Any, limit: int) -> bool:
+    """Walks the values without recursion: JSON's types only, finite, storable, not too deep.
+
+    Gives whether there is a float that must be spelled out, see `_spell`.
+    """
+    level, depth, values, spell = [data], 0, 0, False
     while level:
         if depth > DEPTH_LIMIT:
             raise InvalidJob(
                 f"data is nested deeper than {DEPTH_LIMIT} levels; flatten it or store a reference.",
                 field="data",
             )
+        # A value is a byte at least. Without this a list that holds itself twice would never end.
+        values += len(level)
+        if values > limit:
+            raise _too_large(f"over {limit:,} bytes", limit)
         below: list[Any] = []
         for value in level:
             kind = type(value)
@@ -63,20 +92,14 @@ def _check_json(data: Any) -> None:
             elif kind is bool or value is None:
                 pass
             elif kind is int:
-                if value.bit_length() > INTEGER_BITS:
-                    raise InvalidJob(
-                        f"data holds an integer of {value.bit_length()} bits; the limit is "
-                        f"{INTEGER_BITS}. Pass it as a string.",
-                        field="data",
-                    )
+                _check_size(value)
             elif kind is float:
-                if not math.isfinite(value):
-                    raise InvalidJob(f"data holds {value}, which JSON does not have.", field="data")
+                spell = _check_finite(value) or spell
             elif isinstance(value, dict):
                 for key in value:
                     if not isinstance(key, str):
                         raise InvalidJob(
-                            f"data has the key {key!r:.80}, and JSON has only string keys.",
+                            f"data has the key {_show(key)}, and JSON has only string keys.",
                             field="data",
                         )
                     check_text(key, "data")
@@ -92,12 +115,52 @@ def _check_json(data: Any) -> None:
                     field="data",
                 )
         level, depth = below, depth + 1
+    return spell
 
 
-def _plain(value: str | int | float) -> str | int | float:
-    if isinstance(value, str):
-        return str.__str__(value)
-    return int(value) if isinstance(value, int) else float(value)
+def _check_size(value: int) -> None:
+    if value.bit_length() > INTEGER_BITS:
+        raise InvalidJob(
+            f"data holds an integer of {value.bit_length()} bits; the limit is "
+            f"{INTEGER_BITS}. Pass it as a string.",
+            field="data",
+        )
+
+
+def _check_finite(value: float) -> bool:
+    if not math.isfinite(value):
+        raise InvalidJob(f"data holds {value}, which JSON does not have.", field="data")
+    return _needs_spelling(value)
+
+
+def _needs_spelling(value: float) -> bool:
+    return not 1e-4 <= abs(value) < 1e15 and value != 0
+
+
+def _spell(value: float) -> msgspec.Raw:
+    """A float in all its digits. PostgreSQL writes 1e23 as an integer, which would come back as one
+    and no longer be equal; 100…000.0 stays a float. It is also as long here as it is there."""
+    text = format(Decimal(repr(value)), "f")
+    return msgspec.Raw((text if "." in text else f"{text}.0").encode())
+
+
+def _spell_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spell_floats(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_floats(each) for each in value]
+    if isinstance(value, float):
+        value = float.__float__(value)
+        return _spell(value) if _needs_spelling(value) else value
+    return value
+
+
+def _show(value: object) -> str:
+    """A value in a message, short, whatever its `__repr__` does."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # also an integer of more digits than Python prints
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def check_text(text: str, field: str) -> None:
@@ -135,12 +198,14 @@ def check_integer(value: object, field: str, low: int, high: int) -> int:
             f"{field} must be a whole number, not {type(value).__name__}.", field=field
         )
     if not low <= value <= high:
-        raise InvalidJob(f"{field} is {value}; it must be between {low} and {high}.", field=field)
-    return int(value)
+        raise InvalidJob(
+            f"{field} is {_show(value)}; it must be between {low} and {high}.", field=field
+        )
+    return int.__index__(value)
 
 
 def check_time(value: object, field: str) -> datetime:
-    """A datetime that knows its time zone."""
+    """A datetime that knows its time zone, in UTC."""
     if not isinstance(value, datetime):
         raise InvalidJob(f"{field} must be a datetime, not {type(value).__name__}.", field=field)
     if value.tzinfo is None or value.utcoffset() is None:
@@ -148,7 +213,16 @@ def check_time(value: object, field: str) -> datetime:
             f"{field} is a naive datetime; give it a time zone, as in datetime.now(UTC).",
             field=field,
         )
-    return value
+    try:
+        moment = value.astimezone(UTC)
+    except OverflowError:
+        moment = datetime.max.replace(tzinfo=UTC)
+    if moment.year > LAST_YEAR:
+        raise InvalidJob(
+            f"{field} is {value.isoformat()}; the last year that can be used is {LAST_YEAR}.",
+            field=field,
+        )
+    return moment
 
 
 def to_timedelta(value: Seconds, field: str, *, minimum: float = 0) -> timedelta:
@@ -161,13 +235,23 @@ def to_timedelta(value: Seconds, field: str, *, minimum: float = 0) -> timedelta
         duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
     except (OverflowError, ValueError):
         raise InvalidOption(
-            f"{field} is {value}, which is not a usable number of seconds."
+            f"{field} is {_show(value)}, which is not a usable number of seconds."
         ) from None
     if duration.total_seconds() < minimum or duration > timedelta(days=36500):
         raise InvalidOption(
-            f"{field} is {value}; it must be at least {minimum} seconds and below a century."
+            f"{field} is {_show(value)}; it must be at least {minimum} seconds and below a century."
         )
     return duration
+
+
+def to_lease(value: Seconds) -> timedelta:
+    """How long a claim is good for: a duration within what the database takes."""
+    lease = to_timedelta(value, "lease", minimum=0.001)
+    if lease > LONGEST_LEASE:
+        raise InvalidOption(
+            f"lease is {_show(value)}; it must be at most 30 days. Extend it instead."
+        )
+    return lease
 
 
 def _duration(value: Seconds, field: str) -> float:
@@ -183,14 +267,16 @@ def encode_job(job: NewJob, limit: int = DATA_LIMIT) -> dict[str, Any]:
         "job_type": check_name(job.job_type, "job_type"),
         "data": encode_data(job.data, limit),
     }
-    if job.queue != "default":
-        fields["queue"] = check_name(job.queue, "queue")
-    if job.priority != 100:
-        fields["priority"] = check_integer(job.priority, "priority", *PRIORITY_RANGE)
-    if job.max_attempts != 3:
-        fields["max_attempts"] = check_integer(
-            job.max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT
-        )
+    queue = check_name(job.queue, "queue")
+    priority = check_integer(job.priority, "priority", *PRIORITY_RANGE)
+    max_attempts = check_integer(job.max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT)
+    # The database has the same defaults; what is not sent need not be parsed.
+    if queue != "default":
+        fields["queue"] = queue
+    if priority != 100:
+        fields["priority"] = priority
+    if max_attempts != 3:
+        fields["max_attempts"] = max_attempts
     if job.run_at is not None:
         if job.delay is not None:
             raise InvalidJob(
@@ -200,7 +286,7 @@ def encode_job(job: NewJob, limit: int = DATA_LIMIT) -> dict[str, Any]:
     if job.delay is not None:
         fields["delay"] = _duration(job.delay, "delay")
     if job.keep is not None:
-        fields["keep"] = f"{_duration(job.keep, 'keep')} seconds"
+        fields["keep"] = f"{_duration(job.keep, 'keep'):f} seconds"
     for field, longest in _TEXT_FIELDS:
         value = getattr(job, field)
         if value is not None:
@@ -224,11 +310,21 @@ def encode_batch(jobs: list[dict[str, Any]]) -> str:
 # ── acknowledging: sanitise ───────────────────────────────────────────────────────────────────────
 
 
-def clean_text(text: str, limit: int) -> str:
-    """The text without what PostgreSQL cannot store, cut to `limit` characters."""
-    if len(text) > limit:
-        text = text[: limit - 1] + "…"
-    return text.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8", "replace")
+def clean_text(text: object, limit: int) -> str:
+    """The text of anything without what PostgreSQL cannot store, cut to `limit` characters."""
+    plain = str.__str__(text) if isinstance(text, str) else _text(text)
+    if len(plain) > limit:
+        plain = plain[: limit - 1] + "…"
+    return plain.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8", "replace")
+
+
+def clean_percent(percent: object) -> int | None:
+    """A number as whole percent; None, which leaves progress as it was, where it is not a number."""
+    if percent is None:
+        return None
+    if not isinstance(percent, int | float):
+        raise InvalidOption(f"percent must be a number, not {type(percent).__name__}.")
+    return None if math.isnan(percent) else int(max(0, min(100, percent)))
 
 
 def describe_error(error: BaseException | str) -> str:
@@ -237,7 +333,7 @@ def describe_error(error: BaseException | str) -> str:
         return clean_text(error, ERROR_LIMIT)
     name = type(error).__name__
     try:
-        message = str(error)
+        message = str.__str__(str(error))
     except BaseException as second:  # it may do anything
         message = f"(its message could not be read: {type(second).__name__})"
     return clean_text(f"{name}: {message}" if message else name, ERROR_LIMIT)
@@ -245,7 +341,7 @@ def describe_error(error: BaseException | str) -> str:
 
 def clean_json(value: Any, limit: int = RESULT_LIMIT) -> str:
     """The value as JSON text that PostgreSQL can store: what JSON cannot hold becomes text."""
-    raw = _encode(_clean(value, 0))
+    raw = _encode(_Cleaner(limit).clean(value, 0))
     if len(raw) > limit:
         raw = _encode(
             {"truncated": True, "bytes": len(raw), "start": raw[:1000].decode("utf-8", "replace")}
@@ -253,32 +349,59 @@ def clean_json(value: Any, limit: int = RESULT_LIMIT) -> str:
     return raw.decode()
 
 
-def _clean(value: Any, depth: int) -> Any:
-    match value:
-        case None | bool():
-            return value
-        case str():
-            return clean_text(value, max(len(value), 1))
-        case int():
-            return int(value) if value.bit_length() <= INTEGER_BITS else hex(value)
-        case float():
-            return float(value) if math.isfinite(value) else str(float(value))
-        case _ if depth >= DEPTH_LIMIT:
-            return "…"
-        case dict():
-            return {clean_text(_text(k), KEY_LIMIT): _clean(v, depth + 1) for k, v in value.items()}
-        case list() | tuple() | set() | frozenset():
-            return [_clean(item, depth + 1) for item in value]
-        case _:
-            try:
-                built = msgspec.to_builtins(value)
-            except Exception:
-                return clean_text(_text(value), ERROR_LIMIT)
-            return _clean(built, depth + 1)
+class _Cleaner:
+    """Copies a value into what JSON holds. Stops copying when the result is over the limit anyway,
+    so that neither a structure that holds itself nor an endless iterator is followed for ever."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def clean(self, value: Any, depth: int) -> Any:
+        try:
+            return self._clean(value, depth)
+        except BaseException as error:  # an overridden method may do anything
+            return f"({type(value).__name__} that could not be read: {type(error).__name__})"
+
+    def _clean(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        match value:
+            case None | bool():
+                return value
+            case str():
+                return clean_text(value, max(str.__len__(value), 1))
+            case int():
+                whole = int.__index__(value)
+                return whole if whole.bit_length() <= INTEGER_BITS else hex(whole)
+            case float():
+                number = float.__float__(value)
+                if not math.isfinite(number):
+                    return str(number)
+                return _spell(number) if _needs_spelling(number) else number
+            case _ if depth >= DEPTH_LIMIT or self._left < 0:
+                return "…"
+            case dict():
+                return {
+                    clean_text(key, KEY_LIMIT): self.clean(each, depth + 1)
+                    for key, each in self._until_full(value.items())
+                }
+            case list() | tuple() | set() | frozenset():
+                return [self.clean(each, depth + 1) for each in self._until_full(value)]
+            case _:
+                try:
+                    built = msgspec.to_builtins(value)
+                except BaseException:
+                    return clean_text(value, ERROR_LIMIT)
+                return self._clean(built, depth + 1)
+
+    def _until_full(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            if self._left < 0:
+                break
+            yield value
 
 
 def _text(value: object) -> str:
     try:
-        return str(value)
+        return str.__str__(str(value))
     except BaseException as error:
         return f"({type(value).__name__} whose text could not be read: {type(error).__name__})"

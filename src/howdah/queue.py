@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Never
 
 from howdah import payload
 from howdah.enqueuer import Enqueuer
-from howdah.errors import HowdahError
+from howdah.errors import HowdahError, InvalidJob
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
 from howdah.operations import MAINTENANCE_PERIOD, Operations
-from howdah.store import TIMEOUT, AsyncStore, Store
+from howdah.store import TIMEOUT, AsyncStore, Store, refused_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -99,11 +99,15 @@ class JobQueue:
 
         Each is a `NewJob`, a mapping of its fields, or `(job_type, data)`. An error names the index.
         """
-        statements = self._do.enqueue(self._do.encode_many(jobs))
-        if conn is not None:
-            answers = [self._store.run(statement, conn) for statement in statements]
-        else:
-            answers = self._store.run_all(statements) if statements else []
+        encoded = self._do.encode_many(jobs)
+        statements = self._do.enqueue(encoded)
+        try:
+            if conn is not None:
+                answers = [self._store.run(statement, conn) for statement in statements]
+            else:
+                answers = self._store.run_all(statements) if statements else []
+        except InvalidJob as error:
+            raise _blame(error, encoded) from error.__cause__
         return [handle for answer in answers for handle in answer]
 
     def claim(
@@ -148,7 +152,7 @@ class JobQueue:
         With `conn` the completion joins your transaction: your rows and the job's end commit together
         or not at all. Raises `LeaseLost` for jobs that are no longer yours; the others are completed.
         """
-        self._store.run(self._do.complete(job, result), conn)
+        self._store.run(self._do.complete(job, result, joined=conn is not None), conn)
 
     def fail(
         self,
@@ -162,13 +166,15 @@ class JobQueue:
     ) -> None:
         """Fail a claimed job. It is tried again while it has attempts left: at once, at `run_at`, or
         after `delay`; with `retry=False` it ends as failed. Raises `LeaseLost` like `complete`."""
-        self._store.run(self._do.fail(job, reason, retry, run_at, delay), conn)
+        joined = conn is not None
+        statement = self._do.fail(job, reason, retry, run_at, delay, joined=joined)
+        self._store.run(statement, conn)
 
     def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
         """Give a claimed job back without using up an attempt, after `delay` if given."""
-        self._store.run(self._do.release(job, delay), conn)
+        self._store.run(self._do.release(job, delay, joined=conn is not None), conn)
 
     def extend(
         self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None
@@ -177,12 +183,19 @@ class JobQueue:
         self._store.run(self._do.extend(job, lease), conn)
 
     def progress(
-        self, job: JobRef, percent: int | None = None, stage: str | None = None, *, conn: Any = None
+        self,
+        job: JobRef | Iterable[JobRef],
+        percent: float | None = None,
+        stage: str | None = None,
+        *,
+        conn: Any = None,
     ) -> None:
         """Report how far a claimed job is: percent, which never goes back, and stage."""
         self._store.run(self._do.progress(job, percent, stage), conn)
 
-    def event(self, job: JobRef, kind: str, data: Any = None, *, conn: Any = None) -> None:
+    def event(
+        self, job: JobRef | Iterable[JobRef], kind: str, data: Any = None, *, conn: Any = None
+    ) -> None:
         """Append an event to a claimed job's durable stream."""
         self._store.run(self._do.event(job, kind, data), conn)
 
@@ -201,11 +214,11 @@ class JobQueue:
 
     def pending(self, queue: str | None = None, job_type: str | None = None) -> int:
         """How many jobs wait: due, scheduled and blocked ones."""
-        return self._store.run(self._do.statements.pending_count(queue, job_type))
+        return self._store.run(self._do.pending(queue, job_type))
 
     def counts(self, queue: str | None = None, job_type: str | None = None) -> dict[Status, int]:
         """How many jobs there are of each status."""
-        return self._store.run(self._do.statements.counts(queue, job_type))
+        return self._store.run(self._do.counts(queue, job_type))
 
     def get(self, job: JobRef, *, conn: Any = None) -> Job:
         """A job as it is now, live or finished. Raises `JobNotFound`."""
@@ -262,6 +275,14 @@ class JobQueue:
             raise
         except Exception:
             logger.warning("maintenance failed", exc_info=True)
+
+
+def _blame(error: InvalidJob, jobs: list[dict[str, Any]]) -> InvalidJob:
+    """The database's refusal of a bulk enqueue, with the index of the job where it names one."""
+    refused = refused_id(error.__cause__)
+    places = (index for index, job in enumerate(jobs) if job["id"] == refused)
+    index = next(places, None)
+    return error if index is None else error.at(index)
 
 
 def _report(duties: list[tuple[str, timedelta, str | None]]) -> None:
@@ -346,11 +367,15 @@ class AsyncJobQueue:
         return [handle for answer in answers for handle in answer]
 
     async def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
-        statements = self._do.enqueue(self._do.encode_many(jobs))
-        if conn is not None:
-            answers = [await self._store.run(statement, conn) for statement in statements]
-        else:
-            answers = await self._store.run_all(statements) if statements else []
+        encoded = self._do.encode_many(jobs)
+        statements = self._do.enqueue(encoded)
+        try:
+            if conn is not None:
+                answers = [await self._store.run(statement, conn) for statement in statements]
+            else:
+                answers = await self._store.run_all(statements) if statements else []
+        except InvalidJob as error:
+            raise _blame(error, encoded) from error.__cause__
         return [handle for answer in answers for handle in answer]
 
     async def claim(
@@ -390,7 +415,7 @@ class AsyncJobQueue:
     async def complete(
         self, job: JobRef | Iterable[JobRef], result: Any = None, *, conn: Any = None
     ) -> None:
-        await self._store.run(self._do.complete(job, result), conn)
+        await self._store.run(self._do.complete(job, result, joined=conn is not None), conn)
 
     async def fail(
         self,
@@ -402,12 +427,14 @@ class AsyncJobQueue:
         delay: Seconds | None = None,
         conn: Any = None,
     ) -> None:
-        await self._store.run(self._do.fail(job, reason, retry, run_at, delay), conn)
+        joined = conn is not None
+        statement = self._do.fail(job, reason, retry, run_at, delay, joined=joined)
+        await self._store.run(statement, conn)
 
     async def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
-        await self._store.run(self._do.release(job, delay), conn)
+        await self._store.run(self._do.release(job, delay, joined=conn is not None), conn)
 
     async def extend(
         self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None
@@ -415,11 +442,18 @@ class AsyncJobQueue:
         await self._store.run(self._do.extend(job, lease), conn)
 
     async def progress(
-        self, job: JobRef, percent: int | None = None, stage: str | None = None, *, conn: Any = None
+        self,
+        job: JobRef | Iterable[JobRef],
+        percent: float | None = None,
+        stage: str | None = None,
+        *,
+        conn: Any = None,
     ) -> None:
         await self._store.run(self._do.progress(job, percent, stage), conn)
 
-    async def event(self, job: JobRef, kind: str, data: Any = None, *, conn: Any = None) -> None:
+    async def event(
+        self, job: JobRef | Iterable[JobRef], kind: str, data: Any = None, *, conn: Any = None
+    ) -> None:
         await self._store.run(self._do.event(job, kind, data), conn)
 
     async def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
@@ -432,12 +466,12 @@ class AsyncJobQueue:
         return await self._store.run(self._do.retry(job), conn)
 
     async def pending(self, queue: str | None = None, job_type: str | None = None) -> int:
-        return await self._store.run(self._do.statements.pending_count(queue, job_type))
+        return await self._store.run(self._do.pending(queue, job_type))
 
     async def counts(
         self, queue: str | None = None, job_type: str | None = None
     ) -> dict[Status, int]:
-        return await self._store.run(self._do.statements.counts(queue, job_type))
+        return await self._store.run(self._do.counts(queue, job_type))
 
     async def get(self, job: JobRef, *, conn: Any = None) -> Job:
         return await self._store.run(self._do.get(job), conn)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from uuid import UUID
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[Sequence[Any]]
 
 SCHEMA_NAME_LIMIT = 48  # a channel's name is the schema's and a suffix, and PostgreSQL cuts at 63
 
 
 @dataclass(frozen=True, slots=True)
-class Statement(Generic[T]):
+class Statement(Generic[T_co]):
     """What to send and how to read the answer.
 
     `again` is what to send if the connection breaks before the answer: a statement that takes what
@@ -35,8 +35,8 @@ class Statement(Generic[T]):
 
     text: str
     parameters: tuple[Any, ...]
-    decode: Callable[[Rows], T]
-    again: Statement[T] | None = None
+    decode: Callable[[Rows], T_co]
+    again: Statement[T_co] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +119,7 @@ class Statements:
 
     def enqueue_jobs(self, jobs: str, idempotency_ttl: timedelta) -> Statement[list[Handle]]:
         """Enqueue a JSON array of jobs; the answer is in its order."""
-        text = (
-            f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::jsonb, $2::boolean, $3::interval)"
-        )
+        text = f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::text::jsonb, $2::boolean, $3::interval)"
 
         def decode(rows: Rows) -> list[Handle]:
             return [Handle(row[0], row[1]) for row in rows]
@@ -332,7 +330,7 @@ class Statements:
         if filters.worker_id is not None:
             add("worker_id = {}::text", filters.worker_id)
         if filters.data is not None:
-            add("data @> {}::jsonb", filters.data)
+            add("data @> {}::text::jsonb", filters.data)
         if filters.before is not None:
             add("id < {}::uuid", filters.before)
         where = f"WHERE {' AND '.join(conditions)} " if conditions else ""

@@ -12,6 +12,8 @@ import click
 
 from howdah import __version__
 from howdah.cli.db import db
+from howdah.cli.demo import demo
+from howdah.cli.migrate import migrate_command
 from howdah.errors import DatabaseUnreachable, HowdahError
 
 
@@ -32,4 +34,5 @@ def main() -> None:
     """Background jobs on the PostgreSQL you already have."""
 
 
-main.add_command(db)
+for command in (db, demo, migrate_command):
+    main.add_command(command)

@@ -21,7 +21,7 @@ class Migration:
 
 
 # From here on old code breaks; until then old and new code run side by side during a deploy.
-_OLDEST_CODE = {1: 1, 2: 1}
+_OLDEST_CODE = {1: 1, 2: 1, 3: 1}
 
 
 @cache

@@ -58,7 +58,7 @@ CREATE TABLE live_jobs (
     CONSTRAINT claims_count_attempts CHECK (claims >= attempts),
     CONSTRAINT progress_range CHECK (progress BETWEEN 0 AND 100),
     CONSTRAINT run_at_is_finite CHECK (isfinite(run_at)),
-    CONSTRAINT keep_is_positive CHECK (keep >= interval '0'),
+    CONSTRAINT keep_is_positive CHECK (keep BETWEEN interval '0' AND interval '1000 years'),
     CONSTRAINT request_id_length CHECK (length(request_id) BETWEEN 1 AND 200),
     CONSTRAINT traceparent_length CHECK (length(traceparent) BETWEEN 1 AND 200),
     CONSTRAINT idempotency_key_length CHECK (length(idempotency_key) BETWEEN 1 AND 500),
@@ -127,11 +127,13 @@ CREATE INDEX finished_jobs_unsuccessful ON finished_jobs (id) WHERE status <> 'c
 CREATE TABLE finished_jobs_default PARTITION OF finished_jobs DEFAULT;
 
 -- Which (queue, job type, priority) there are. A claim looks into each lane's range of the index.
+-- A twin is a lane's second row, from the sweep: the first is in a transaction that is still open.
 CREATE TABLE lanes (
-    queue    text NOT NULL,
-    job_type text NOT NULL,
-    priority int  NOT NULL,
-    CONSTRAINT lanes_pkey PRIMARY KEY (queue, job_type, priority)
+    queue    text    NOT NULL,
+    job_type text    NOT NULL,
+    priority int     NOT NULL,
+    twin     boolean NOT NULL DEFAULT false,
+    CONSTRAINT lanes_pkey PRIMARY KEY (queue, job_type, priority, twin)
 ) WITH (fillfactor = 50, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
 
 CREATE TABLE idempotency_keys (
@@ -172,6 +174,14 @@ CREATE TABLE workers (
     info       jsonb       NOT NULL DEFAULT '{}'
 ) WITH (fillfactor = 50);
 CREATE INDEX workers_idle ON workers (worker_id) WHERE idle;
+
+-- Who wants to hear of a job's changes at once. Usually empty: the gate before a NOTIFY per job.
+CREATE TABLE watchers (
+    job_id  uuid        NOT NULL,
+    watcher text        NOT NULL,
+    until   timestamptz NOT NULL,
+    CONSTRAINT watchers_pkey PRIMARY KEY (job_id, watcher)
+) WITH (fillfactor = 50);
 
 -- Who moves due_at forward runs that tick of the duty.
 CREATE TABLE maintenance (

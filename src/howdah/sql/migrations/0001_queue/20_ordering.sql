@@ -16,6 +16,28 @@ BEGIN
     END IF;
 END $$;
 
+-- Tells those who watch these jobs that something changed; they look for themselves what it was.
+CREATE FUNCTION tell_watchers(p_ids uuid[]) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+BEGIN
+    IF EXISTS (SELECT FROM watchers) THEN
+        PERFORM pg_notify(current_schema() || ':job', t.job_id::text)
+        FROM (SELECT DISTINCT w.job_id FROM watchers AS w WHERE w.job_id = ANY (p_ids)) AS t;
+    END IF;
+END $$;
+
+-- Tells the workers that have these jobs to look at their leases now: one was cancelled or taken away.
+CREATE FUNCTION tell_workers(p_ids uuid[]) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+BEGIN
+    IF p_ids <> '{}' THEN
+        PERFORM pg_notify(current_schema() || ':cancel',
+                          CASE WHEN cardinality(p_ids) <= 150 THEN to_json(p_ids)::text ELSE '[]' END);
+    END IF;
+END $$;
+
 -- When a job that becomes pending again is due.
 CREATE FUNCTION due_again(p_queue text, p_job_type text, p_priority int, p_run_at timestamptz)
 RETURNS timestamptz
@@ -47,13 +69,15 @@ BEGIN
     RETURN true;
 END $$;
 
--- Sees to it that a key with waiting jobs has a holder. Called at the commit of an enqueue and for
--- every row of `unsettled`. Separate statements on purpose: each needs a fresh snapshot.
-CREATE FUNCTION settle_key(p_key text) RETURNS boolean
+-- Sees to it that a key with waiting jobs has a holder. Called at the commit of an enqueue, which need
+-- not look below its own seq, and for every row of `unsettled`. Separate statements on purpose: each
+-- needs a fresh snapshot.
+CREATE FUNCTION settle_key(p_key text, p_from_seq bigint DEFAULT 0) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_holder_seq bigint;
+    v_late uuid;
     v_next uuid;
 BEGIN
     IF current_setting('transaction_isolation') = 'read committed' THEN
@@ -65,16 +89,27 @@ BEGIN
         LIMIT 1
         FOR KEY SHARE SKIP LOCKED;
         IF FOUND THEN
-            -- Late committers go behind the holder: the next in line is looked for above its seq.
-            UPDATE live_jobs AS j
-            SET seq = DEFAULT
-            WHERE j.id = ANY (ARRAY (
+            -- Late committers go behind the holder: the next in line is looked for above its seq. One
+            -- by one, in their own order: an UPDATE of all would go by id.
+            FOR v_late IN
                 SELECT w.id
                 FROM live_jobs AS w
-                WHERE w.ordering_key = p_key AND NOT w.holds_key AND w.seq < v_holder_seq
+                WHERE w.ordering_key = p_key AND NOT w.holds_key
+                  AND w.seq >= p_from_seq AND w.seq < v_holder_seq
                 ORDER BY w.seq
-                FOR UPDATE SKIP LOCKED));
-            RETURN true;
+                FOR UPDATE SKIP LOCKED
+            LOOP
+                UPDATE live_jobs AS j SET seq = DEFAULT WHERE j.id = v_late;
+            END LOOP;
+            -- One that was locked (a cancel may yet be rolled back) has to be looked at again.
+            IF p_from_seq > 0 OR NOT EXISTS (
+                SELECT FROM live_jobs AS w
+                WHERE w.ordering_key = p_key AND NOT w.holds_key AND w.seq < v_holder_seq)
+            THEN
+                RETURN true;
+            END IF;
+            INSERT INTO unsettled (ordering_key) VALUES (p_key);
+            RETURN false;
         END IF;
         IF pg_try_advisory_xact_lock(hashtextextended(current_schema() || ':key:' || p_key, 0)) THEN
             IF NOT EXISTS (SELECT FROM live_jobs AS j WHERE j.ordering_key = p_key AND j.holds_key) THEN
@@ -97,7 +132,7 @@ CREATE FUNCTION settle_at_commit() RETURNS trigger
 LANGUAGE plpgsql SET search_path FROM CURRENT
 AS $$
 BEGIN
-    PERFORM settle_key(NEW.ordering_key);
+    PERFORM settle_key(NEW.ordering_key, NEW.seq);
     RETURN NULL;
 END $$;
 
@@ -125,7 +160,10 @@ BEGIN
         WHERE j.ordering_key = v_freed.key AND NOT j.holds_key AND j.seq > v_freed.seq
         ORDER BY j.seq
         LIMIT 1;
-        IF v_next IS NOT NULL AND NOT give_key(v_freed.key, v_next) THEN
+        -- An older snapshot than this statement's may not show the next in line.
+        IF current_setting('transaction_isolation') <> 'read committed'
+           OR (v_next IS NOT NULL AND NOT give_key(v_freed.key, v_next))
+        THEN
             INSERT INTO unsettled (ordering_key) VALUES (v_freed.key);
         END IF;
     END LOOP;

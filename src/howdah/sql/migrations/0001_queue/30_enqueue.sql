@@ -1,7 +1,8 @@
 -- Enqueueing. It joins the caller's transaction and waits for nobody (equal idempotency keys aside).
 
 -- Adds a lane unless somebody else is just adding it: their commit, or the sweep, will show it.
-CREATE FUNCTION add_lane(p_queue text, p_job_type text, p_priority int) RETURNS void
+CREATE FUNCTION add_lane(p_queue text, p_job_type text, p_priority int, p_twin boolean DEFAULT false)
+RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 BEGIN
@@ -9,10 +10,10 @@ BEGIN
            SELECT FROM lanes AS l
            WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority)
        AND pg_try_advisory_xact_lock(hashtextextended(
-           concat_ws(':', current_schema(), 'lane', p_priority, p_queue, p_job_type), 0))
+           concat_ws(':', current_schema(), 'lane', p_twin, p_priority, p_queue, p_job_type), 0))
     THEN
-        INSERT INTO lanes (queue, job_type, priority)
-        VALUES (p_queue, p_job_type, p_priority)
+        INSERT INTO lanes (queue, job_type, priority, twin)
+        VALUES (p_queue, p_job_type, p_priority, p_twin)
         ON CONFLICT DO NOTHING;
     END IF;
 END $$;

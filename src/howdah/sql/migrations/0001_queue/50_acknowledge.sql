@@ -94,6 +94,7 @@ BEGIN
     IF v_keys IS NOT NULL THEN
         PERFORM hand_over_keys(v_keys, v_seqs);
     END IF;
+    PERFORM tell_watchers(p_ids);
 END $$;
 
 -- Completes jobs. p_elapsed: seconds since each was started, by the worker's monotonic clock.
@@ -177,6 +178,7 @@ BEGIN
     SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))) INTO v_lanes
     FROM retried AS r;
     PERFORM wake_workers(v_lanes);
+    PERFORM tell_watchers(v_mine);
 
     SELECT array_agg(CASE WHEN NOT j.cancel_requested THEN j.id END ORDER BY a.n),
            array_agg(CASE WHEN j.cancel_requested THEN j.id END ORDER BY a.n)
@@ -245,6 +247,7 @@ BEGIN
     SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))) INTO v_lanes
     FROM returned AS r;
     PERFORM wake_workers(v_lanes);
+    PERFORM tell_watchers(p_ids);
 
     v_ended := ARRAY (
         SELECT j.id FROM live_jobs AS j
@@ -337,13 +340,14 @@ BEGIN
         FOR NO KEY UPDATE OF j SKIP LOCKED),
     reported AS (
         UPDATE live_jobs AS j
-        SET progress = greatest(j.progress, least(k.progress, 100)),
+        SET progress = greatest(j.progress, CASE WHEN k.progress > 100 THEN 100 ELSE k.progress END),
             current_stage = coalesce(left(k.stage, 100), j.current_stage),
             started_at = coalesce(j.started_at, clock_timestamp())
         FROM kept AS k
         WHERE j.id = k.id
         RETURNING j.id)
     SELECT array_agg(r.id) INTO v_kept FROM reported AS r;
+    PERFORM tell_watchers(v_kept);
     RETURN QUERY
     SELECT a.id, coalesce(a.id = ANY (v_kept), false), j.id IS NOT NULL, coalesce(j.cancel_requested, false)
     FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
@@ -373,4 +377,5 @@ BEGIN
         JOIN counted AS c ON c.id = e.id
         ORDER BY e.n)
     SELECT c.id FROM counted AS c;
+    PERFORM tell_watchers(v_mine);
 END $$;

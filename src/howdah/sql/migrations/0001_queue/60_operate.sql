@@ -54,9 +54,16 @@ AS $$
 DECLARE
     v_pending uuid[];
     v_waiting text[];
-    v_claimed jsonb;
+    v_claimed uuid[];
 BEGIN
-    PERFORM j.id FROM live_jobs AS j WHERE j.id = ANY (p_ids) ORDER BY j.id FOR UPDATE;
+    LOOP
+        BEGIN
+            PERFORM j.id FROM live_jobs AS j WHERE j.id = ANY (p_ids) ORDER BY j.id FOR UPDATE;
+            EXIT;
+        EXCEPTION WHEN deadlock_detected THEN
+            NULL;  -- an acknowledgement has some and waits for ours: let go, and it will too
+        END;
+    END LOOP;
     SELECT array_agg(j.id), array_agg(DISTINCT j.ordering_key) FILTER (WHERE NOT j.holds_key)
     INTO v_pending, v_waiting
     FROM live_jobs AS j
@@ -69,17 +76,13 @@ BEGIN
         SELECT k.key FROM unnest(v_waiting) AS k (key) WHERE k.key IS NOT NULL;
         RETURN QUERY SELECT p, 'cancelled' FROM unnest(v_pending) AS p;
     END IF;
-    WITH asked AS (
-        UPDATE live_jobs AS j
-        SET cancel_requested = true
-        WHERE j.id = ANY (p_ids) AND j.status = 'claimed'
-        RETURNING j.id)
-    SELECT jsonb_agg(a.id) INTO v_claimed FROM asked AS a;
-    IF v_claimed IS NOT NULL THEN
-        PERFORM pg_notify(current_schema() || ':cancel',
-                          CASE WHEN octet_length(v_claimed::text) < 7000 THEN v_claimed::text ELSE '[]' END);
-        RETURN QUERY SELECT c::uuid, 'cancelling' FROM jsonb_array_elements_text(v_claimed) AS c;
-    END IF;
+    UPDATE live_jobs AS j
+    SET cancel_requested = true
+    WHERE j.id = ANY (p_ids) AND j.status = 'claimed';
+    v_claimed := ARRAY (
+        SELECT j.id FROM live_jobs AS j WHERE j.id = ANY (p_ids) AND j.status = 'claimed');
+    PERFORM tell_workers(v_claimed);
+    RETURN QUERY SELECT c, 'cancelling' FROM unnest(v_claimed) AS c;
 END $$;
 
 -- Reopens finished jobs under their own ids, with no attempts used.

@@ -94,6 +94,11 @@ BEGIN
         SELECT w.worker_id FROM workers AS w
         WHERE w.seen_at < clock_timestamp() - interval '1 day'
         FOR UPDATE SKIP LOCKED));
+    DELETE FROM watchers
+    WHERE ctid = ANY (ARRAY (
+        SELECT w.ctid FROM watchers AS w
+        WHERE w.until < clock_timestamp()
+        FOR UPDATE SKIP LOCKED));
 END $$;
 
 CREATE FUNCTION run_duty(p_duty text) RETURNS void

@@ -36,7 +36,7 @@ RETURNS timestamptz
 LANGUAGE sql STABLE SET search_path FROM CURRENT
 AS $$
     SELECT greatest(p_run_at, (
-        SELECT least(l.head_at, clock_timestamp())
+        SELECT least(min(l.head_at), clock_timestamp())
         FROM lanes AS l
         WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority))
 $$;

@@ -46,7 +46,10 @@ DECLARE
     v_seen timestamptz;
     v_hidden timestamptz;
 BEGIN
-    PERFORM add_lane(p.queue, p.job_type, p.priority) FROM pending_lanes() AS p;
+    -- Where a lane cannot be had because an open transaction is adding it, its twin can: the jobs of
+    -- others must not wait for that transaction.
+    PERFORM add_lane(p.queue, p.job_type, p.priority, t.twin)
+    FROM pending_lanes() AS p, (VALUES (false), (true)) AS t (twin);
     FOR v_lane IN SELECT l.queue, l.job_type, l.priority, l.head_at FROM lanes AS l LOOP
         v_began := clock_timestamp();
         SELECT j.run_at INTO v_seen

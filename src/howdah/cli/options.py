@@ -1,0 +1,69 @@
+"""The options that commands share, and how a command reaches the database that they name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+import psycopg
+
+from howdah import config
+from howdah.embedded import resolve_url
+from howdah.errors import DatabaseUnreachable, InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONNECT_TIMEOUT = 10
+
+Command = Any  # click gives a function or a Command, depending on the order of the decorators
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def database_options(command: Command) -> Command:
+    """`--database` and `--schema`, for every command that talks to the queue."""
+    options: list[Callable[[Command], Command]] = [
+        click.option(
+            "--database",
+            metavar="URL",
+            help="A PostgreSQL URL, or embedded:  [default: HOWDAH_DATABASE_URL, DATABASE_URL, "
+            "or the embedded server of this directory]",
+        ),
+        click.option(
+            "--schema",
+            metavar="NAME",
+            default="howdah",
+            show_default=True,
+            help="The PostgreSQL schema that holds the queue.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def connect(url: str) -> psycopg.Connection[Any]:
+    """A connection in autocommit mode to what `resolve_url` gave. Tried once: a person is waiting."""
+    try:
+        return psycopg.connect(
+            url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_TIMEOUT
+        )
+    except psycopg.OperationalError as error:
+        raise unreachable(url, error) from error
+    except psycopg.ProgrammingError:
+        # The reason is not shown: it may quote a password that stands in the wrong place.
+        raise InvalidOption(
+            "the database URL cannot be read; write it as "
+            "postgresql://user:password@host:5432/database, special characters percent-encoded."
+        ) from None
+
+
+def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
+    """A driver's error as the sentence that names the database."""
+    host, database = config.host_and_database(url)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return DatabaseUnreachable(host, database, lines[-1].rstrip("."))
+
+
+__all__ = ["connect", "database_options", "json_option", "resolve_url", "unreachable"]

@@ -1,0 +1,143 @@
+"""What a handler sees of its own run: progress, events, cancellation, deadline. The same in async, thread
+and process tasks; where the reports go is the executor's business (a `Sink`).
+
+A context never talks to the database itself, so a call costs a dictionary entry, not a round trip."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from howdah import payload
+from howdah.errors import HowdahError
+from howdah.model import Claim
+from howdah.outcome import Aborted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from uuid import UUID
+
+_current: ContextVar[Context | None] = ContextVar("howdah_context", default=None)
+
+
+class Sink(Protocol):
+    """Where a context's reports go."""
+
+    def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
+        """Take the newest progress of a job."""
+
+    def event(self, job_id: UUID, kind: str, data: str) -> None:
+        """Take an event, as JSON text."""
+
+    def settle(self, job_id: UUID) -> None:
+        """The job is completed by its handler, in a transaction of the handler's own."""
+
+
+class Context:
+    """The run of one job."""
+
+    __slots__ = (
+        "_deadline", "_percent", "_sink", "_stage", "abort", "attempt", "data", "id", "idempotency_key",
+        "job_type", "lease_id", "max_attempts", "queue", "request_id", "resources", "settled",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        id: UUID,
+        job_type: str,
+        queue: str = "default",
+        data: Any = None,
+        attempt: int = 1,
+        max_attempts: int = 1,
+        request_id: str | None = None,
+        idempotency_key: str | None = None,
+        lease_id: UUID | None = None,
+        timeout: float | None = None,
+        sink: Sink | None = None,
+        resources: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.id = id
+        self.job_type = job_type
+        self.queue = queue
+        self.data = data
+        self.attempt = attempt
+        self.max_attempts = max_attempts
+        self.request_id = request_id
+        self.idempotency_key = idempotency_key
+        self.lease_id = lease_id
+        self.resources: Mapping[str, Any] = {} if resources is None else resources
+        self.abort: str | None = None
+        self.settled = False
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._sink = sink
+        self._percent = 0
+        self._stage: str | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the handler should stop: it was cancelled, lost its lease, or is out of time."""
+        return self._why() is not None
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When the run times out, by this machine's clock, or None."""
+        if self._deadline is None:
+            return None
+        return datetime.now(UTC) + timedelta(seconds=self._deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raise `Aborted` if the handler should stop. Progress, events and logs do this too."""
+        why = self._why()
+        if why is not None:
+            raise Aborted(why)
+
+    def progress(self, percent: float | None = None, stage: str | None = None) -> None:
+        """Report how far the job is. Percent never goes back within an attempt.
+
+        Raises `Aborted` when the job was cancelled, its lease lost or its time is up."""
+        self.check()
+        if percent is not None:
+            self._percent = max(self._percent, min(100, max(0, int(percent))))
+        if stage is not None:
+            self._stage = payload.clean_text(str(stage), payload.STAGE_LIMIT)
+        if self._sink is not None:
+            self._sink.progress(self.id, self._percent, self._stage)
+
+    def event(self, kind: str, data: Any = None) -> None:
+        """Append an event to the job's durable stream, which watchers see."""
+        self.check()
+        if self._sink is not None:
+            text = payload.clean_json({} if data is None else data)
+            self._sink.event(self.id, payload.clean_text(str(kind) or "event", 100), text)
+
+    def log(self, text: str) -> None:
+        """Append a line of text to the job's stream."""
+        self.event("log", {"text": str(text)})
+
+    def completion(self) -> Claim:
+        """This run's fence, for `queue.complete(ctx.completion(), conn=…)`: the job then ends in your own
+        transaction, together with your rows, and the worker leaves it alone.
+
+        If the handler returns and that transaction did not commit, the attempt counts as failed."""
+        self.check()
+        if self._sink is None or self.lease_id is None:
+            raise HowdahError("this run has no lease to complete under: it was called directly.")
+        self.settled = True
+        self._sink.settle(self.id)
+        return Claim(self.id, self.lease_id)
+
+    def _why(self) -> str | None:
+        if self.abort is None and self._deadline is not None and time.monotonic() > self._deadline:
+            self.abort = "timeout"
+        return self.abort
+
+
+def current() -> Context:
+    """The context of the job that this code runs in."""
+    context = _current.get()
+    if context is None:
+        raise HowdahError("howdah.current() was called outside of a running task.")
+    return context

@@ -1,0 +1,107 @@
+"""One LISTEN connection per event loop, with fan-out to whoever subscribed. Reconnects by itself, and
+then tells every subscriber that something may have been missed.
+
+`healthy` says that notifications are known to arrive (they do not through a pooler in transaction mode):
+the listener notifies itself and waits for it. Whoever subscribes must poll as well, only less often."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import asyncpg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+CHANNELS = ("wake", "cancel", "job")
+PROBE_PERIOD = 5.0
+PROBE_TIMEOUT = 3.0
+
+
+class Listener:
+    """The connection and its subscribers. Callbacks get the payload; "" after a reconnect."""
+
+    def __init__(self, url: str, schema: str) -> None:
+        self._url = url
+        self._schema = schema
+        self._subscribers: dict[str, list[Callable[[str], None]]] = defaultdict(list)
+        self._task: asyncio.Task[None] | None = None
+        self._ping = f"{schema}:{uuid4().hex[:12]}"
+        self._heard = asyncio.Event()
+        self.connected = asyncio.Event()
+        self.healthy = False
+
+    def subscribe(self, channel: str, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Call back for every notification on a channel, until the returned function is called."""
+        self._subscribers[channel].append(callback)
+        return lambda: self._subscribers[channel].remove(callback)
+
+    def start(self) -> None:
+        """Connect and listen, in a task of the running loop."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="howdah-listener")
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    async def _run(self) -> None:
+        pause = 0.1
+        while True:
+            began = time.monotonic()
+            try:
+                await self._listen()
+            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+                logger.info("the listening connection broke", extra={"error": str(error)})
+            finally:
+                self.healthy = False
+                self.connected.clear()
+            pause = 0.1 if time.monotonic() - began > 10 else min(pause * 2, 2.0)
+            await asyncio.sleep(pause)
+
+    async def _listen(self) -> None:
+        conn = await asyncpg.connect(self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT)
+        try:
+            for channel in CHANNELS:
+                await conn.add_listener(f"{self._schema}:{channel}", self._tell)
+            await conn.add_listener(self._ping, self._tell)
+            self.connected.set()
+            for channel in CHANNELS:
+                self._call(channel, "")
+            while not conn.is_closed():
+                self._heard.clear()
+                await conn.execute("SELECT pg_notify($1, '')", self._ping)
+                try:
+                    await asyncio.wait_for(self._heard.wait(), PROBE_TIMEOUT)
+                    self.healthy = True
+                except TimeoutError:
+                    self.healthy = False
+                await asyncio.sleep(PROBE_PERIOD)
+        finally:
+            # Not close(): that would wait for a server that may be gone.
+            conn.terminate()
+
+    def _tell(self, conn: Any, pid: int, channel: str, payload: str) -> None:
+        if channel == self._ping:
+            self._heard.set()
+        else:
+            self._call(channel.rpartition(":")[2], payload)
+
+    def _call(self, channel: str, payload: str) -> None:
+        for callback in list(self._subscribers[channel]):
+            try:
+                callback(payload)
+            except Exception:
+                logger.exception("a subscriber of notifications failed")

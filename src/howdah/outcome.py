@@ -1,0 +1,87 @@
+"""How one run of a job ended. Executors make these; the completer writes them.
+
+`Snooze`, `Cancel` and `Fail` are raised by handlers to say so themselves; `Aborted` is what a context
+raises inside a handler that must stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from howdah.model import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The handler returned; the result is JSON text, or None."""
+
+    result: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The handler failed. `retry_in` is seconds, or None for no retry; `cause` is the exception itself,
+    where it was raised in this process."""
+
+    error: str
+    traceback: str | None
+    retry_in: float | None
+    cause: BaseException | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The job goes back, with no attempt used: snoozed, or interrupted by a shutdown."""
+
+    delay: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The job was cancelled, by an operator or by its handler."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The lease is gone: another worker may have the job. Nothing is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The handler completed the job itself, in its own transaction. Nothing is left to write."""
+
+
+Outcome: TypeAlias = Completed | Failed | Released | Cancelled | Lost | Settled
+
+
+class Snooze(Exception):
+    """Raise it to be run again after `delay` without using up an attempt."""
+
+    def __init__(self, delay: Seconds) -> None:
+        self.delay = delay
+        super().__init__(f"snoozed for {delay}")
+
+
+class Cancel(Exception):
+    """Raise it to end the job as cancelled."""
+
+    def __init__(self, reason: str = "cancelled by its handler") -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Fail(Exception):
+    """Raise it to end the job as failed, whatever attempts are left."""
+
+
+class Aborted(BaseException):
+    """Raised inside a handler that must stop. Not an `Exception`, so that `except Exception` around a
+    loop's body does not swallow it. `why` is "cancelled", "lost", "timeout" or "shutdown"."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(why)

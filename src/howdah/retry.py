@@ -1,0 +1,103 @@
+"""When a failed job is tried again. Pure: the random number is an argument."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from howdah.errors import InvalidOption
+
+Errors: TypeAlias = type[BaseException] | tuple[type[BaseException], ...]
+Delay: TypeAlias = Callable[[int, BaseException], "float | None"]
+"""(attempt, error) → seconds until the next try, or None for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A policy: how long to wait before the next attempt, and for which exceptions to try at all.
+
+    `on` limits it to these exceptions, `never_on` excludes some; everything else ends as failed at once.
+    How many attempts there are is the task's `max_attempts`.
+    """
+
+    delay: Delay
+    on: Errors = (BaseException,)
+    never_on: Errors = ()
+
+    @classmethod
+    def fixed(
+        cls, seconds: float = 10, *, on: Errors = (BaseException,), never_on: Errors = ()
+    ) -> Retry:
+        """The same pause each time."""
+        _check(seconds=seconds)
+        return cls(lambda attempt, error: seconds, on, never_on)
+
+    @classmethod
+    def linear(
+        cls,
+        step: float = 10,
+        *,
+        cap: float = 3600,
+        on: Errors = (BaseException,),
+        never_on: Errors = (),
+    ) -> Retry:
+        """One step more each time, up to `cap` seconds."""
+        _check(step=step, cap=cap)
+        return cls(lambda attempt, error: min(step * attempt, cap), on, never_on)
+
+    @classmethod
+    def exponential(
+        cls,
+        base: float = 2,
+        *,
+        factor: float = 2,
+        cap: float = 3600,
+        jitter: float = 0.25,
+        on: Errors = (BaseException,),
+        never_on: Errors = (),
+    ) -> Retry:
+        """`base` seconds, then `factor` times as long each time, up to `cap`; spread by ± `jitter` of
+        it, so that jobs which failed together do not come back together."""
+        _check(base=base, factor=factor, cap=cap, jitter=jitter)
+
+        def delay(attempt: int, error: BaseException) -> float:
+            # The exponent is bounded: a float overflows long before a cap is needed.
+            pause = min(base * factor ** min(attempt - 1, 64), cap)
+            return float(pause * (1 + jitter * (2 * random.random() - 1)))  # noqa: S311
+
+        return cls(delay, on, never_on)
+
+    @classmethod
+    def never(cls) -> Retry:
+        """No second attempt."""
+        return cls(lambda attempt, error: None)
+
+    def seconds(self, attempt: int, error: BaseException) -> float | None:
+        """How long to wait after the given attempt failed with this error; None for no retry."""
+        if not isinstance(error, self.on) or isinstance(error, self.never_on):
+            return None
+        pause = self.delay(attempt, error)
+        return None if pause is None else max(0.0, float(pause))
+
+
+def to_retry(value: Retry | Delay | None) -> Retry:
+    """A policy, from one, from a callable, or the default."""
+    if value is None:
+        return Retry.exponential()
+    if isinstance(value, Retry):
+        return value
+    if callable(value):
+        return Retry(value)
+    raise InvalidOption(
+        f"retry must be a Retry or a callable (attempt, error) -> seconds, not {type(value).__name__}."
+    )
+
+
+def _check(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e9:
+            raise InvalidOption(
+                f"{name} is {number!r}; it must be a number of seconds, not negative."
+            )

@@ -1,0 +1,178 @@
+"""Following one job until it ends: a snapshot whenever something changed, and every event exactly once,
+however late the watcher joined. Notifications make it quick; reading again every second makes it sure.
+
+Async inside; sync callers run it on a background loop of their process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID, uuid4
+
+from howdah.listener import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator
+
+    from howdah.model import Event, Job, Status
+    from howdah.queue import AsyncJobQueue
+    from howdah.worker_statements import WorkerStatements
+
+T = TypeVar("T")
+
+POLL = 1.0
+WATCH_FOR = timedelta(minutes=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a watcher is told: the job as it is now, and the events since the last change."""
+
+    job: Job
+    events: tuple[Event, ...]
+
+    @property
+    def status(self) -> Status:
+        """What the job is doing."""
+        return self.job.status
+
+    @property
+    def progress(self) -> int:
+        """Percent."""
+        return self.job.progress
+
+    @property
+    def stage(self) -> str | None:
+        """What it is at."""
+        return self.job.current_stage
+
+
+class Watcher:
+    """Watches jobs from one event loop, over one listening connection."""
+
+    def __init__(self, queue: AsyncJobQueue, statements: WorkerStatements) -> None:
+        self._queue = queue
+        self._statements = statements
+        self._name = f"{os.getpid()}:{uuid4().hex[:12]}"
+        self._awaited: dict[UUID, set[asyncio.Event]] = {}
+        self._listener: Listener | None = None
+
+    async def _listen(self) -> None:
+        if self._listener is None:
+            self._listener = Listener(await self._queue._store.url(), self._statements.schema)
+            self._listener.subscribe("job", self._tell)
+            self._listener.start()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._listener.connected.wait(), 1.0)
+
+    def _tell(self, payload: str) -> None:
+        if payload:
+            for event in self._awaited.get(UUID(payload), ()):
+                event.set()
+        else:
+            for events in self._awaited.values():
+                for event in events:
+                    event.set()
+
+    async def changes(self, job_id: UUID) -> AsyncIterator[Change]:
+        """Every change of a job that can be told from the last, from now until it ends."""
+        statements, store = self._statements, self._queue._store
+        woken = asyncio.Event()
+        self._awaited.setdefault(job_id, set()).add(woken)
+        await self._listen()
+        asked_until = 0.0
+        seen: Job | None = None
+        last_event = 0
+        try:
+            while True:
+                if time.monotonic() > asked_until:
+                    asked_until = time.monotonic() + WATCH_FOR.total_seconds() / 2
+                    await store.run(statements.watch_jobs(self._name, [job_id], WATCH_FOR))
+                woken.clear()
+                job = await self._queue.get(job_id)
+                events: tuple[Event, ...] = ()
+                if job.events_count and (seen is None or job.events_count != seen.events_count):
+                    events = tuple(await self._queue.events(job_id, after=last_event))
+                    last_event = events[-1].event_id if events else last_event
+                if seen is None or events or _differs(seen, job):
+                    seen = job
+                    yield Change(job, events)
+                if job.status.is_final:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), POLL)
+        finally:
+            self._awaited[job_id].discard(woken)
+            if not self._awaited[job_id]:
+                del self._awaited[job_id]
+                await store.run(statements.unwatch_jobs(self._name, [job_id]))
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._listener is not None:
+            await self._listener.stop()
+            self._listener = None
+
+
+def _differs(one: Job, other: Job) -> bool:
+    return (one.status, one.progress, one.current_stage, one.attempts) != (
+        other.status,
+        other.progress,
+        other.current_stage,
+        other.attempts,
+    )
+
+
+class Background:
+    """An event loop in a daemon thread, one per process, for sync callers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._loop = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, started on first use."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._loop.run_forever, name="howdah-background", daemon=True
+                ).start()
+            return self._loop
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
+        """Iterate over an async iterator there."""
+        try:
+            while True:
+                try:
+                    yield self.run(anext(source))  # type: ignore[arg-type]
+                except StopAsyncIteration:
+                    return
+        finally:
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                self.run(close())
+
+
+background = Background()

@@ -1,0 +1,221 @@
+"""Batches outcomes into statements. Executors decide outcomes; this only writes them.
+
+There is no timer: whatever piled up while the last statement ran goes with the next, so an idle worker
+acknowledges at once and a busy one in hundreds. A batch that the database refuses is split until the bad
+outcome stands alone, and that one is written without what was bad about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypeAlias
+
+from howdah import faults, payload
+from howdah.errors import DatabaseUnreachable
+from howdah.hooks import StateChange
+from howdah.outcome import Cancelled, Completed, Failed, Lost, Outcome, Released, Settled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from uuid import UUID
+
+    from howdah.heartbeat import Heartbeat, Run
+    from howdah.hooks import Hooks
+    from howdah.statements import Statement
+    from howdah.store import AsyncStore
+    from howdah.worker_statements import WorkerStatements
+
+logger = logging.getLogger(__name__)
+
+Finished: TypeAlias = "tuple[Run, Outcome]"
+
+NOT_COMMITTED = (
+    "the handler returned, and the transaction that was to complete the job did not commit"
+)
+
+
+class Completer:
+    """Writes outcomes, in the order in which they came."""
+
+    def __init__(
+        self, store: AsyncStore, statements: WorkerStatements, heartbeat: Heartbeat, hooks: Hooks
+    ) -> None:
+        self._store = store
+        self._statements = statements
+        self._heartbeat = heartbeat
+        self._hooks = hooks
+        self._waiting: list[Finished] = []
+        self._wake = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self.written = 0
+
+    def put(self, run: Run, outcome: Outcome) -> None:
+        """Take an outcome to be written."""
+        run.finishing = True
+        self._waiting.append((run, outcome))
+        self._wake.set()
+        self._quiet.clear()
+
+    async def drain(self) -> None:
+        """Wait until everything that was put has been written."""
+        await self._quiet.wait()
+
+    async def run(self) -> None:
+        """Write for as long as the worker lives."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch, self._waiting = self._waiting, []
+            if batch:
+                await self._write(batch)
+            if not self._waiting:
+                self._quiet.set()
+
+    async def _write(self, batch: list[Finished]) -> None:
+        if any(run.dirty for run, _ in batch):
+            await self._flush_reports()
+        groups: dict[object, list[Finished]] = defaultdict(list)
+        for run, outcome in batch:
+            if isinstance(outcome, Lost):
+                self._forget(run, outcome, accepted=False)
+            elif isinstance(outcome, Released):
+                groups[outcome.delay].append((run, outcome))
+            else:
+                groups[type(outcome)].append((run, outcome))
+        for group in groups.values():
+            await self._send(group)
+
+    async def _flush_reports(self) -> None:
+        try:
+            await asyncio.to_thread(self._heartbeat.flush)
+        except Exception:
+            logger.warning("the last reports of some jobs could not be written", exc_info=True)
+
+    async def _send(self, group: list[Finished]) -> None:
+        faults.reach("before-acknowledge")
+        while True:
+            try:
+                accepted = set(await self._store.run(self._statement(group)))
+                break
+            except DatabaseUnreachable:
+                # The leases decide: until they end, the outcome is worth keeping.
+                logger.warning("outcomes wait for the database", extra={"waiting": len(group)})
+            except Exception as error:
+                await self._split(group, error)
+                return
+        faults.reach("after-acknowledge")
+        for run, outcome in group:
+            self._forget(run, outcome, accepted=run.id in accepted)
+
+    async def _split(self, group: list[Finished], error: Exception) -> None:
+        if len(group) > 1:
+            middle = len(group) // 2
+            await self._send(group[:middle])
+            await self._send(group[middle:])
+            return
+        run, outcome = group[0]
+        logger.warning(
+            "an outcome could not be written as it was",
+            exc_info=error,
+            extra={"job_id": str(run.id), "job_type": run.job.job_type},
+        )
+        last = Failed(payload.describe_error(error), None, None)
+        if outcome == last:
+            self._forget(run, outcome, accepted=False)  # its lease will end and the job come back
+        else:
+            await self._send([(run, last)])
+
+    def _statement(self, group: Sequence[Finished]) -> Statement[list[UUID]]:
+        ids = [run.id for run, _ in group]
+        leases = [run.lease_id for run, _ in group]
+        now = time.monotonic()
+        elapsed = [None if run.started is None else now - run.started for run, _ in group]
+        outcomes = [outcome for _, outcome in group]
+        match outcomes[0]:
+            case Completed():
+                results = [o.result for o in outcomes if isinstance(o, Completed)]
+                return self._statements.complete_jobs(ids, leases, results, elapsed)
+            case Failed():
+                failures = [o for o in outcomes if isinstance(o, Failed)]
+                return self._statements.fail_jobs(
+                    ids,
+                    leases,
+                    [failure.error for failure in failures],
+                    [None] * len(ids),
+                    [
+                        None if f.retry_in is None else payload.to_timedelta(f.retry_in, "retry")
+                        for f in failures
+                    ],
+                    elapsed=elapsed,
+                    tracebacks=[failure.traceback for failure in failures],
+                )
+            case Settled():
+                # Refused if the handler's transaction committed; else the attempt has failed.
+                n = len(ids)
+                return self._statements.fail_jobs(
+                    ids,
+                    leases,
+                    [NOT_COMMITTED] * n,
+                    [None] * n,
+                    [payload.to_timedelta(1, "retry")] * n,
+                )
+            case Released(delay):
+                return self._statements.release_jobs(
+                    ids, leases, payload.to_timedelta(delay, "delay")
+                )
+            case Cancelled():
+                reasons = [o.reason for o in outcomes if isinstance(o, Cancelled)]
+                return self._statements.stop_jobs(ids, leases, reasons)
+            case outcome:
+                raise TypeError(f"{outcome!r} is not written")
+
+    def _forget(self, run: Run, outcome: Outcome, *, accepted: bool) -> None:
+        self._heartbeat.remove(run)
+        self.written += accepted
+        state, error = _describe(run, outcome, accepted)
+        fields = {
+            "job_id": str(run.id),
+            "job_type": run.job.job_type,
+            "queue": run.job.queue,
+            "attempt": run.job.attempts,
+        }
+        if state == "lost":
+            logger.warning("a late acknowledgement was refused: the lease was lost", extra=fields)
+        elif state in ("failed", "retrying"):
+            logger.info("a job failed", extra={**fields, "state": state, "error": error})
+        else:
+            logger.debug("a job ended", extra={**fields, "state": state})
+        if self._hooks.active:
+            self._hooks.tell(
+                StateChange(
+                    id=run.id,
+                    job_type=run.job.job_type,
+                    queue=run.job.queue,
+                    state=state,
+                    attempt=run.job.attempts,
+                    error=error,
+                    request_id=run.job.request_id,
+                )
+            )
+
+
+def _describe(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | None]:
+    match outcome:
+        case Settled():
+            return ("retrying", NOT_COMMITTED) if accepted else ("completed", None)
+        case _ if not accepted:
+            return "lost", None
+        case Completed():
+            return "completed", None
+        case Failed(error, _, retry_in):
+            again = retry_in is not None and run.job.attempts < run.job.max_attempts
+            return ("retrying" if again else "failed"), error
+        case Released():
+            return "released", None
+        case Cancelled(reason):
+            return "cancelled", reason
+        case _:
+            return "lost", None

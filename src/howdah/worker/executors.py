@@ -1,0 +1,90 @@
+"""The three ways to run a handler: in the event loop, in a thread, in a process that can be killed. Each
+takes a run to an `Outcome`; slots decide when, and the completer writes what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from howdah.execution import aexecute, execute, judge
+from howdah.outcome import Aborted, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from howdah.app import Task
+    from howdah.context import Context
+    from howdah.heartbeat import Run
+
+
+class Executor(Protocol):
+    """A way to run a handler."""
+
+    async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
+        """Run it and say how it ended. Never raises but for the worker's own cancellation."""
+
+
+class LoopExecutor:
+    """`async def`: in the slot's own asyncio task, so that cancelling the slot cancels the handler."""
+
+    async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
+        return await aexecute(task, context)
+
+
+class ThreadExecutor:
+    """`def`: in daemon threads, as many as there are runs at once. A thread cannot be stopped from outside:
+    its handler is told at its next call of the context. One that stays past its time limit for another
+    `patience` seconds is given up; its job fails, and its late reports are refused."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+
+    async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
+        inbox = self._idle.pop() if self._idle else self._spawn()
+
+        def deliver(outcome: Outcome) -> None:
+            self._idle.append(inbox)
+            if not future.done():
+                future.set_result(outcome)
+
+        def work() -> None:
+            outcome = execute(task, context)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(deliver, outcome)
+
+        inbox.put(work)
+        limit = task.options.timeout
+        try:
+            async with asyncio.timeout(None if limit is None else limit + self._patience):
+                return await future
+        except TimeoutError:
+            context.abort = "timeout"
+        except asyncio.CancelledError:
+            if context.abort is None:
+                raise
+        return judge(task, context, Aborted(context.abort))
+
+    def _spawn(self) -> queue.SimpleQueue[Callable[[], None]]:
+        inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(inbox,), name="howdah-task", daemon=True).start()
+        return inbox
+
+
+def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        inbox.get()()
+
+
+def stop_run(run: Run, why: str, slot: asyncio.Task[None] | None) -> None:
+    """Make a run stop: its context says so at the next call; a handler in the loop or in a process is
+    cancelled at once. Threads can only be asked."""
+    if run.context is not None:
+        run.context.abort = run.context.abort or why
+    if slot is not None and run.task.options.run_in != "thread":
+        slot.cancel()

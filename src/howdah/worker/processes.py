@@ -1,0 +1,255 @@
+"""`run_in="process"`: handlers in processes of a pebble pool, which are killed at their time limit and when
+their job is cancelled or lost. One that crashes fails its own job and nobody else's.
+
+A child sends progress and events to its worker as datagrams: they need no lock, which a killed process
+could leave locked, and each arrives whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import shutil
+import signal
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import msgspec
+
+from howdah.context import Context, Sink
+from howdah.errors import InvalidOption
+from howdah.execution import execute, judge
+from howdah.outcome import Aborted, Failed, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pebble
+
+    from howdah.app import Task
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_LIMIT = 200_000
+
+
+class ProcessDied(Exception):
+    """A task's process ended without an answer: a crash, the kernel's memory killer, or `os._exit`."""
+
+
+class ProcessExecutor:
+    """The pool, and the socket on which its children report."""
+
+    def __init__(self, size: int, sink: Sink) -> None:
+        self._size = size
+        self._sink = sink
+        self._pool: pebble.ProcessPool | None = None
+        self._directory: Path | None = None
+        self._socket: socket.socket | None = None
+
+    def _start(self) -> pebble.ProcessPool:
+        import pebble
+
+        self._directory = Path(tempfile.mkdtemp(prefix="howdah-"))
+        address = str(self._directory / "reports")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(address)
+        self._socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._receive)
+        return pebble.ProcessPool(
+            max_workers=self._size,
+            context=multiprocessing.get_context("spawn"),
+            initializer=_begin_child,
+            initargs=(address,),
+        )
+
+    def _receive(self) -> None:
+        assert self._socket is not None  # noqa: S101 - the reader is removed before it is closed
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                kind, job_id, one, two = msgspec.msgpack.decode(self._socket.recv(MESSAGE_LIMIT))
+                match kind:
+                    case "progress":
+                        self._sink.progress(UUID(bytes=job_id), one, two)
+                    case "event":
+                        self._sink.event(UUID(bytes=job_id), one, two)
+                    case "settle":
+                        self._sink.settle(UUID(bytes=job_id))
+
+    async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
+        """Run a handler in a process of the pool."""
+        import pebble
+
+        if self._pool is None:
+            self._pool = self._start()
+        limit = task.options.timeout
+        future = self._pool.schedule(
+            _run_child, args=(locate(task), task.name, _describe(context)), timeout=limit
+        )
+        try:
+            outcome: Outcome = await asyncio.wrap_future(future)
+        except TimeoutError:
+            context.abort = context.abort or "timeout"
+            outcome = judge(task, context, Aborted(context.abort))
+        except asyncio.CancelledError:
+            if context.abort is None:
+                raise
+            outcome = judge(task, context, Aborted(context.abort))
+        except pebble.ProcessExpired as error:
+            outcome = judge(task, context, ProcessDied(_describe_death(error.exitcode)))
+        except Exception as error:
+            outcome = judge(task, context, error)
+        self._receive()  # reports that were sent before the answer come before it
+        return outcome
+
+    async def stop(self) -> None:
+        """Kill what still runs and remove the socket."""
+        if self._pool is None:
+            return
+        pool, self._pool = self._pool, None
+        await asyncio.to_thread(_stop_pool, pool)
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _stop_pool(pool: pebble.ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join(5)
+
+
+def locate(task: Task[..., Any]) -> str:
+    """The module in whose namespace a child will find the task."""
+    module = task.function.__module__
+    if task.function.__qualname__ != task.function.__name__:
+        raise InvalidOption(
+            f'task "{task.name}" runs in a process and is defined inside {task.function.__qualname__}; '
+            "move it to the top level of its module, where a new process can find it."
+        )
+    return module
+
+
+def _describe(context: Context) -> dict[str, Any]:
+    return {
+        "id": context.id,
+        "job_type": context.job_type,
+        "queue": context.queue,
+        "data": context.data,
+        "attempt": context.attempt,
+        "max_attempts": context.max_attempts,
+        "request_id": context.request_id,
+        "idempotency_key": context.idempotency_key,
+        "lease_id": context.lease_id,
+    }
+
+
+def _describe_death(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"the task's process was killed by {signal.Signals(-code).name}"
+    return f"the task's process ended with status {code} before the task did"
+
+
+# ── in the child ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Reports:
+    """The `Sink` of a child: datagrams to its worker."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.connect(address)
+
+    def _send(self, kind: str, job_id: UUID, one: Any, two: Any) -> None:
+        self._socket.send(msgspec.msgpack.encode((kind, job_id.bytes, one, two)))
+
+    def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
+        self._send("progress", job_id, percent, stage)
+
+    def event(self, job_id: UUID, kind: str, data: str) -> None:
+        self._send("event", job_id, kind, data)
+
+    def settle(self, job_id: UUID) -> None:
+        self._send("settle", job_id, None, None)
+
+
+_reports: _Reports | None = None
+_resources: dict[int, Mapping[str, Any]] = {}
+
+
+def _begin_child(address: str) -> None:
+    global _reports
+    _reports = _Reports(address)
+    # Ctrl-C reaches the whole group; when this process stops is for its worker to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A worker that was killed leaves no orphans behind.
+    _die_with_parent()
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, Linux only
+
+
+def _run_child(module: str, name: str, described: dict[str, Any]) -> Outcome:
+    task = _find_task(module, name)
+    context = Context(
+        **described,
+        timeout=task.options.timeout,
+        sink=_reports,
+        resources=_child_resources(task),
+    )
+    with _memory_limit(task.options.memory_limit):
+        outcome = execute(task, context)
+    if isinstance(outcome, Failed):
+        # The exception itself may not be picklable; its text is.
+        outcome = Failed(outcome.error, outcome.traceback, outcome.retry_in)
+    return outcome
+
+
+def _find_task(module: str, name: str) -> Task[..., Any]:
+    from howdah.app import Task
+
+    namespace = vars(importlib.import_module(module))
+    for value in namespace.values():
+        if isinstance(value, Task) and value.name == name:
+            return value
+    raise InvalidOption(f'module {module} has no task named "{name}" at its top level.')
+
+
+def _child_resources(task: Task[..., Any]) -> Mapping[str, Any]:
+    import inspect
+
+    key = id(task.app)
+    if key not in _resources:
+        resources: dict[str, Any] = {}
+        for lifespan in task.app.lifespans:
+            if inspect.isgeneratorfunction(lifespan):
+                # Entered for as long as the process lives; it ends by being killed.
+                resources.update(next(lifespan()) or {})
+        _resources[key] = resources
+    return _resources[key]
+
+
+@contextlib.contextmanager
+def _memory_limit(limit: int | None) -> Any:
+    if limit is None:
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
