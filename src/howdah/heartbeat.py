@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_URGENT = 0.05
 FLUSH = 0.5
+LONGEST_PERIOD = 10.0  # a worker is seen alive this often, whatever its leases
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +69,7 @@ class Heartbeat:
         self._flushing = threading.Lock()
         self._wake = threading.Event()
         self._beat_now = False
+        self._beaten = time.monotonic()
         self._stopping = False
         self._flush_at = float("inf")
         self._thread = threading.Thread(target=self._loop, name="howdah-heartbeat", daemon=True)
@@ -97,6 +99,10 @@ class Heartbeat:
     def runs(self) -> list[Run]:
         """Everything in flight."""
         return list(self._runs.values())
+
+    def age(self) -> float:
+        """Seconds since the database last answered a heartbeat."""
+        return time.monotonic() - self._beaten
 
     def poke(self) -> None:
         """Look at the leases now: somebody was cancelled or taken over."""
@@ -174,7 +180,7 @@ class Heartbeat:
     # ── the thread ────────────────────────────────────────────────────────────────────────────────
 
     def _loop(self) -> None:
-        period = self._lease.total_seconds() / 3
+        period = min(self._lease.total_seconds() / 3, LONGEST_PERIOD)
         beat_at = time.monotonic() + period
         while True:
             self._wake.wait(max(0.0, min(beat_at, self._flush_at) - time.monotonic()))
@@ -211,6 +217,7 @@ class Heartbeat:
         statement = self._on_beat()
         if statement is not None:
             self._store.run(statement)
+        self._beaten = time.monotonic()
         faults.reach("after-heartbeat")
 
     def _judge(self, answers: list[tuple[UUID, bool, bool, bool]]) -> None:

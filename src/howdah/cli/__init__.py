@@ -14,6 +14,7 @@ from howdah import __version__
 from howdah.cli.db import db
 from howdah.cli.demo import demo
 from howdah.cli.migrate import migrate_command
+from howdah.cli.worker import worker_command
 from howdah.errors import DatabaseUnreachable, HowdahError
 
 
@@ -34,5 +35,5 @@ def main() -> None:
     """Background jobs on the PostgreSQL you already have."""
 
 
-for command in (db, demo, migrate_command):
+for command in (db, demo, migrate_command, worker_command):
     main.add_command(command)

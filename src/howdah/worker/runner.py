@@ -90,6 +90,19 @@ class Worker:
             self._now.set()
         self._stopping.set()
 
+    def health(self) -> dict[str, object]:
+        """Whether this worker lives and is ready for work, for a health endpoint."""
+        started = self.ready.is_set()
+        beat = self._heartbeat.age() if started else None
+        fresh = beat is not None and beat < max(15.0, self.lease.total_seconds())
+        return {
+            "live": not started or fresh,
+            "ready": started and fresh and not self._stopping.is_set(),
+            "worker_id": self.worker_id,
+            "running": self._slots.running if started else 0,
+            "heartbeat_age": None if beat is None else round(beat, 1),
+        }
+
     async def run(self) -> None:
         """Work until `stop`."""
         self._loop = asyncio.get_running_loop()

@@ -97,8 +97,12 @@ BEGIN
     END IF;
 END $$;
 
--- When the first job of these lanes that is not yet due will be: no worker sleeps past it.
-CREATE FUNCTION next_due_at(p_job_types text[] DEFAULT NULL, p_queues text[] DEFAULT '{default}')
+-- When the first job of these lanes that comes due after p_after will be: no worker sleeps past it.
+-- By default also one that came due within the last 100 ms, since the claim that did not find it.
+CREATE FUNCTION next_due_at(
+    p_job_types text[] DEFAULT NULL,
+    p_queues text[] DEFAULT '{default}',
+    p_after timestamptz DEFAULT NULL)
 RETURNS timestamptz
 LANGUAGE sql VOLATILE
 SET search_path FROM CURRENT
@@ -111,7 +115,7 @@ AS $$
         FROM live_jobs AS j
         WHERE j.status = 'pending' AND j.blockers = 0
           AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
-          AND j.run_at > clock_timestamp()
+          AND j.run_at > coalesce(p_after, statement_timestamp() - interval '100 milliseconds')
         ORDER BY j.run_at, j.id
         LIMIT 1) AS first
     WHERE l.queue = ANY (p_queues)

@@ -36,9 +36,13 @@ BEGIN
         NULL;  -- still busy: refused, and the lease decides what becomes of it
     END;
     RETURN ARRAY (
-        SELECT CASE WHEN a.id = ANY (v_locked) AND a.first THEN a.id END
-        FROM (SELECT u.id, u.n, row_number() OVER (PARTITION BY u.id ORDER BY u.n) = 1 AS first
-              FROM unnest(p_ids) WITH ORDINALITY AS u (id, n)) AS a
+        SELECT CASE WHEN a.holds AND a.first THEN a.id END
+        FROM (SELECT u.id, u.n, j.id IS NOT NULL AS holds,
+                     row_number() OVER (PARTITION BY u.id, u.lease_id ORDER BY u.n) = 1 AS first
+              FROM unnest(p_ids, p_lease_ids) WITH ORDINALITY AS u (id, lease_id, n)
+              -- Again by the fence: a stale one of the same job may stand before it.
+              LEFT JOIN live_jobs AS j
+                  ON j.id = u.id AND j.lease_id = u.lease_id AND j.id = ANY (v_locked)) AS a
         ORDER BY a.n);
 END $$;
 
@@ -180,11 +184,13 @@ BEGIN
     PERFORM wake_workers(v_lanes);
     PERFORM tell_watchers(v_mine);
 
+    -- Not status = 'claimed': the planner would take that for an invitation to read the whole partial
+    -- index of claimed jobs.
     SELECT array_agg(CASE WHEN NOT j.cancel_requested THEN j.id END ORDER BY a.n),
            array_agg(CASE WHEN j.cancel_requested THEN j.id END ORDER BY a.n)
     INTO v_failed, v_cancelled
     FROM unnest(v_mine) WITH ORDINALITY AS a (id, n)
-    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.status = 'claimed';
+    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id IS NOT NULL;
     IF array_remove(v_failed, NULL) <> '{}' THEN
         PERFORM finish_jobs(v_failed, 'failed', NULL, p_errors, p_elapsed);
     END IF;
@@ -251,13 +257,13 @@ BEGIN
 
     v_ended := ARRAY (
         SELECT j.id FROM live_jobs AS j
-        WHERE j.id = ANY (p_ids) AND j.status = 'claimed' AND NOT j.cancel_requested);
+        WHERE j.id = ANY (p_ids) AND j.lease_id IS NOT NULL AND NOT j.cancel_requested);
     IF v_ended <> '{}' THEN
         PERFORM finish_jobs(v_ended, 'failed', NULL, array_fill(p_error, ARRAY[cardinality(v_ended)]));
     END IF;
     v_ended := ARRAY (
         SELECT j.id FROM live_jobs AS j
-        WHERE j.id = ANY (p_ids) AND j.status = 'claimed' AND j.cancel_requested);
+        WHERE j.id = ANY (p_ids) AND j.lease_id IS NOT NULL AND j.cancel_requested);
     IF v_ended <> '{}' THEN
         PERFORM finish_jobs(v_ended, 'cancelled');
     END IF;
@@ -365,17 +371,20 @@ DECLARE
     v_mine uuid[] := lock_leased(p_ids, p_lease_ids);
 BEGIN
     RETURN QUERY
-    WITH counted AS (
-        UPDATE live_jobs AS j
-        SET events_count = j.events_count + cardinality(array_positions(p_ids, j.id))
-        WHERE j.id = ANY (v_mine)
-        RETURNING j.id, j.attempts),
-    written AS (
+    WITH written AS (
         INSERT INTO job_events (job_id, attempt, kind, data)
-        SELECT c.id, c.attempts, e.kind, coalesce(e.data, '{}')
-        FROM unnest(p_ids, p_kinds, p_datas) WITH ORDINALITY AS e (id, kind, data, n)
-        JOIN counted AS c ON c.id = e.id
-        ORDER BY e.n)
+        SELECT j.id, j.attempts, e.kind, coalesce(e.data, '{}')
+        FROM unnest(p_ids, p_lease_ids, p_kinds, p_datas) WITH ORDINALITY AS e (id, lease_id, kind, data, n)
+        JOIN live_jobs AS j ON j.id = e.id AND j.lease_id = e.lease_id
+        WHERE e.id = ANY (v_mine)
+        ORDER BY e.n
+        RETURNING job_id),
+    counted AS (
+        UPDATE live_jobs AS j
+        SET events_count = j.events_count + w.events
+        FROM (SELECT job_id, count(*)::int AS events FROM written GROUP BY job_id) AS w
+        WHERE j.id = w.job_id
+        RETURNING j.id)
     SELECT c.id FROM counted AS c;
     PERFORM tell_watchers(v_mine);
 END $$;

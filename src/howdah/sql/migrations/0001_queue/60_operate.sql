@@ -11,15 +11,19 @@ AS $$
 DECLARE
     v_stale uuid[];
 BEGIN
-    v_stale := lock_stale(p_timeout, p_limit, '-infinity');
+    v_stale := lock_stale(
+        p_timeout, p_limit, '-infinity',
+        CASE WHEN p_timeout IS NULL THEN clock_timestamp() ELSE 'infinity' END);
     IF v_stale <> '{}' THEN
         PERFORM return_jobs(v_stale, 'recover', 'the lease ran out; the worker stopped or was cut off');
     END IF;
     RETURN cardinality(v_stale);
 END $$;
 
--- Locks stale jobs whose lease ran out at p_from or later.
-CREATE FUNCTION lock_stale(p_timeout interval, p_limit int, p_from timestamptz) RETURNS uuid[]
+-- Locks stale jobs whose lease runs out between p_from and p_until: parameters, because an index cannot
+-- be searched by a clock that ticks, and every job in flight would be looked at.
+CREATE FUNCTION lock_stale(p_timeout interval, p_limit int, p_from timestamptz, p_until timestamptz)
+RETURNS uuid[]
 LANGUAGE sql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
@@ -31,9 +35,7 @@ AS $$
             SELECT j.id
             FROM live_jobs AS j
             WHERE j.status = 'claimed' AND j.queue = t.queue AND j.job_type = t.job_type
-              AND j.lease_expires_at >= p_from
-              AND j.lease_expires_at <= CASE WHEN p_timeout IS NULL THEN clock_timestamp()
-                                             ELSE 'infinity' END
+              AND j.lease_expires_at BETWEEN p_from AND p_until
               AND (p_timeout IS NULL OR j.claimed_at <= clock_timestamp() - p_timeout)
             ORDER BY j.lease_expires_at
             LIMIT p_limit

@@ -38,7 +38,8 @@ AS $$
     SELECT greatest(p_run_at, (
         SELECT least(min(l.head_at), clock_timestamp())
         FROM lanes AS l
-        WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority))
+        WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority
+        HAVING count(*) > 0))
 $$;
 
 -- Claiming, from the heads on. With a chance of one in a thousand per job taken it moves the head up
@@ -120,7 +121,8 @@ BEGIN
         FROM taken AS t
         ORDER BY t.run_at, t.id;
         GET DIAGNOSTICS v_taken = ROW_COUNT;
-        IF random() * 1000 < v_taken THEN
+        -- Up only: what became pending again lies on the head, not behind it.
+        IF random() * 1000 < v_taken AND v_lane.first_seen - head_margin() > v_lane.head_at THEN
             PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at,
                               v_lane.first_seen - head_margin());
         END IF;

@@ -90,7 +90,8 @@ DECLARE
     v_began timestamptz := clock_timestamp();
     v_stale uuid[];
 BEGIN
-    v_stale := lock_stale(NULL, p_limit, (SELECT m.reached FROM maintenance AS m WHERE m.duty = 'recover'));
+    v_stale := lock_stale(
+        NULL, p_limit, (SELECT m.reached FROM maintenance AS m WHERE m.duty = 'recover'), v_began);
     IF v_stale <> '{}' THEN
         PERFORM return_jobs(v_stale, 'recover', 'the lease ran out; the worker stopped or was cut off');
     END IF;

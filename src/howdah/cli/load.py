@@ -1,0 +1,46 @@
+"""Finds the app that a command names as `module:attribute`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+
+from howdah.app import App
+from howdah.errors import InvalidOption, did_you_mean
+
+
+def load_app(name: str) -> App:
+    """The App at `module:attribute`, seen from the current directory."""
+    module_name, separator, attribute = name.partition(":")
+    if not separator or not module_name or not attribute:
+        raise InvalidOption(
+            f'"{name}" does not name an app; write it as module:attribute, as in shop:app.'
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module_name.startswith(error.name):
+            raise InvalidOption(
+                f'there is no module "{module_name}" in {here} or on the Python path.'
+            ) from None
+        raise InvalidOption(f'importing "{module_name}" failed: {error}.') from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
+        raise InvalidOption(
+            f'importing "{module_name}" failed: {type(error).__name__}: {error} '
+            f"({where.filename}:{where.lineno})."
+        ) from error
+    found = getattr(module, attribute, None)
+    if isinstance(found, App):
+        return found
+    apps = [key for key, value in vars(module).items() if isinstance(value, App)]
+    if found is not None:
+        raise InvalidOption(f'"{name}" is a {type(found).__name__}, not an App.')
+    hint = did_you_mean(attribute, apps) or (f"; it has {', '.join(apps)}" if apps else "")
+    raise InvalidOption(f'module "{module_name}" has no app named "{attribute}"{hint}')

@@ -1,0 +1,49 @@
+"""A health endpoint: `/live` says that the event loop turns and the heartbeat thread beats, `/ready` that
+the worker has started, has reached the database lately, and is not about to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from howdah.worker.runner import Worker
+
+
+@contextlib.asynccontextmanager
+async def serve_health(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
+    """Serve until left; gives the port, which may have been asked for as 0."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
+            async with asyncio.timeout(5):
+                request = (await reader.readline()).decode("latin-1").split(" ")
+                while (await reader.readline()).strip():
+                    pass
+                status, body = _judge(worker, request[1] if len(request) > 1 else "")
+                text = json.dumps(body) + "\n"
+                writer.write(
+                    f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
+                    f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode()
+                )
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, host, port)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+def _judge(worker: Worker, path: str) -> tuple[str, dict[str, object]]:
+    state = worker.health()
+    match path.partition("?")[0]:
+        case "/live":
+            return ("200 OK" if state["live"] else "503 Service Unavailable"), state
+        case "/ready" | "/":
+            return ("200 OK" if state["ready"] else "503 Service Unavailable"), state
+        case _:
+            return "404 Not Found", {"error": "there are /live and /ready"}
