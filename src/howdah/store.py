@@ -7,6 +7,7 @@ driver's error means. A statement whose connection broke is sent again, as `Stat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import re
@@ -34,7 +35,7 @@ from howdah.errors import (
 from howdah.statements import Statement, quote_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import AsyncIterator, Generator, Sequence
 
     from howdah.statements import Rows
 
@@ -514,9 +515,16 @@ class AsyncStore:
             if not self._url:
                 self._url = await asyncio.to_thread(resolve_url, self._database)
                 self._where = config.host_and_database(self._url)
-            pool = await self._create_pool()
+            pool = await asyncpg.create_pool(
+                self._url,
+                min_size=0,
+                max_size=POOL_SIZE,
+                timeout=5.0,
+                command_timeout=60.0,
+                reset=_leave_as_it_is,
+            )
         try:
-            async with pool.acquire(timeout=_seconds_left(give_up)) as conn:
+            async with _acquire(pool, give_up) as conn:
                 if await adrive(conn, migrate.check(self._schema, create=self._create)):
                     await _amigrate(conn, self._schema)
         except BaseException:
@@ -524,19 +532,6 @@ class AsyncStore:
                 pool.terminate()
             raise
         return pool
-
-    async def _create_pool(self) -> asyncpg.Pool:
-        try:
-            return await asyncpg.create_pool(
-                self._url,
-                min_size=0,
-                max_size=POOL_SIZE,
-                timeout=5.0,
-                command_timeout=self._command_timeout,
-                reset=_leave_as_it_is,
-            )
-        except ValueError:
-            raise _unreadable() from None
 
     async def url(self) -> str:
         """Where this store's database is."""
@@ -550,6 +545,18 @@ class AsyncStore:
             return
         if self._home == (os.getpid(), asyncio.get_running_loop()):
             await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def _acquire(pool: asyncpg.Pool, give_up: float) -> AsyncIterator[Any]:
+    try:
+        conn = await pool.acquire(timeout=_seconds_left(give_up))
+    except ValueError:  # asyncpg reads the URL only now
+        raise _unreadable() from None
+    try:
+        yield conn
+    finally:
+        await pool.release(conn)
 
 
 async def _leave_as_it_is(conn: Any) -> None:

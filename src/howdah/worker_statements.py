@@ -38,6 +38,8 @@ class Claimed(msgspec.Struct, frozen=True):
     request_id: str | None
     traceparent: str | None
     idempotency_key: str | None
+    waited: float
+    """Seconds from due to claimed, by the database's clock."""
 
 
 class WorkerStatements(Statements):
@@ -55,7 +57,8 @@ class WorkerStatements(Statements):
         """`claim_job_batch`, narrow."""
         return Statement(
             "SELECT id, lease_id, job_type, queue, data::text, attempts, max_attempts, claims, "
-            "request_id, traceparent, idempotency_key "
+            "request_id, traceparent, idempotency_key, "
+            "extract(epoch FROM claimed_at - run_at)::float8 "
             f"FROM {self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
             "false, $6::boolean)",
             (worker_id, list(job_types), batch_size, lease, list(queues), ignore_heads),
@@ -95,6 +98,14 @@ class WorkerStatements(Statements):
         return Statement(
             f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb)",
             (worker_id, idle, info),
+            _nothing,
+        )
+
+    def beat_worker(self, worker_id: str, info: str, counts: str | None) -> Statement[None]:
+        """Say that a worker lives and what it has done."""
+        return Statement(
+            f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb)",
+            (worker_id, info, counts),
             _nothing,
         )
 

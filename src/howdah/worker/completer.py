@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from howdah.hooks import Hooks
     from howdah.statements import Statement
     from howdah.store import AsyncStore
+    from howdah.worker.tally import Tally
     from howdah.worker_statements import WorkerStatements
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,18 @@ class Completer:
     """Writes outcomes, in the order in which they came."""
 
     def __init__(
-        self, store: AsyncStore, statements: WorkerStatements, heartbeat: Heartbeat, hooks: Hooks
+        self,
+        store: AsyncStore,
+        statements: WorkerStatements,
+        heartbeat: Heartbeat,
+        hooks: Hooks,
+        tally: Tally,
     ) -> None:
         self._store = store
         self._statements = statements
         self._heartbeat = heartbeat
         self._hooks = hooks
+        self._tally = tally
         self._waiting: list[Finished] = []
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -176,6 +183,8 @@ class Completer:
         self._heartbeat.remove(run)
         self.written += accepted
         state, error = _describe(run, outcome, accepted)
+        if run.started is not None:
+            self._tally.add(run.job, state, time.monotonic() - run.started)
         fields = {
             "job_id": str(run.id),
             "job_type": run.job.job_type,

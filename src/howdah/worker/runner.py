@@ -30,6 +30,7 @@ from howdah.worker.executors import Executor, LoopExecutor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher
 from howdah.worker.processes import ProcessExecutor, locate
 from howdah.worker.slots import Slots
+from howdah.worker.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,6 +81,7 @@ class Worker:
         )
         self.worker_id = worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}:{uuid4().hex[:6]}"
         self.ready = asyncio.Event()
+        self._tally = Tally()
         self._stopping = asyncio.Event()
         self._now = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,7 +134,7 @@ class Worker:
         hooks = Hooks(app.hooks)
         beating = Store(await store.url(), app.schema, create=False, timeout=STATEMENT_TIMEOUT)
         heartbeat = Heartbeat(beating, statements, self.lease, self._on_abort, self._touch)
-        completer = Completer(store, statements, heartbeat, hooks)
+        completer = Completer(store, statements, heartbeat, hooks, self._tally)
         processes = ProcessExecutor(min(self.processes, self.concurrency), heartbeat)
         executors: dict[str, Executor] = {
             "async": LoopExecutor(),
@@ -177,6 +179,7 @@ class Worker:
             await asyncio.to_thread(heartbeat.stop)
             await asyncio.to_thread(hooks.stop)
             with contextlib.suppress(Exception):
+                await store.run(self._touch())
                 await store.run(statements.remove_worker(self.worker_id))
             beating.close()
             logger.info("worker stopped", extra={"worker_id": self.worker_id})
@@ -213,8 +216,8 @@ class Worker:
 
     def _touch(self) -> Statement[None]:
         info = {"concurrency": self.concurrency, "running": self._slots.running}
-        return self.app.statements.touch_worker(
-            self.worker_id, None, msgspec.json.encode(info).decode()
+        return self.app.statements.beat_worker(
+            self.worker_id, msgspec.json.encode(info).decode(), self._tally.take()
         )
 
     async def _tick(self, store: AsyncStore) -> None:

@@ -80,9 +80,9 @@ BEGIN
     END IF;
     UPDATE live_jobs AS j
     SET cancel_requested = true
-    WHERE j.id = ANY (p_ids) AND j.status = 'claimed';
+    WHERE j.id = ANY (p_ids) AND j.lease_id IS NOT NULL;
     v_claimed := ARRAY (
-        SELECT j.id FROM live_jobs AS j WHERE j.id = ANY (p_ids) AND j.status = 'claimed');
+        SELECT j.id FROM live_jobs AS j WHERE j.id = ANY (p_ids) AND j.lease_id IS NOT NULL);
     PERFORM tell_workers(v_claimed);
     RETURN QUERY SELECT c, 'cancelling' FROM unnest(v_claimed) AS c;
 END $$;
