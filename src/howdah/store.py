@@ -158,14 +158,19 @@ Where: TypeAlias = tuple[str, str]
 """A host and the name of a database on it, for messages."""
 
 
-def _unreachable(where: Where, error: BaseException) -> DatabaseUnreachable:
+def _unreachable(
+    where: Where, error: BaseException, trouble: BaseException | None = None
+) -> DatabaseUnreachable:
+    """What to raise, with the last `trouble` for a reason if all that happened here was to wait."""
+    if trouble is not None and isinstance(error, TimeoutError):
+        error = trouble
     lines = str(error).strip().splitlines()
     empty = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
     return DatabaseUnreachable(*where, lines[0].rstrip(".") if lines else empty)
 
 
-def _seconds_left(give_up: float) -> float:
-    return max(give_up - time.monotonic(), 0.001)
+def _seconds_left(give_up: float, least: float = 0.001) -> float:
+    return max(give_up - time.monotonic(), least)
 
 
 def _unreadable() -> InvalidOption:
@@ -205,6 +210,9 @@ class Store:
         self._url = ""
         self._where: Where = ("(unknown)", "(unknown)")
         self._schema_seen = False
+        self._trouble: BaseException | None = None
+        # The first call may make the schema, which takes its time and is not the server's silence.
+        self._patience = min(self._timeout, 1.0)
         _stores.add(self)
 
     def _forget(self) -> None:
@@ -241,7 +249,7 @@ class Store:
             pool = None
             try:
                 pool = self._ready(give_up)
-                return self._attempt(pool, statements, broken, _seconds_left(give_up))
+                return self._attempt(pool, statements, broken, give_up)
             except (psycopg.Error, OSError) as error:
                 if not is_connection_lost(error):
                     raise_translated(error, self._schema)
@@ -272,9 +280,9 @@ class Store:
         pool: psycopg_pool.ConnectionPool[Any],
         statements: Sequence[Statement[T]],
         broken: bool,
-        seconds: float,
+        give_up: float,
     ) -> list[T]:
-        with pool.connection(seconds) as conn:
+        with pool.connection(_seconds_left(give_up, self._patience)) as conn:
             try:
                 if len(statements) == 1:
                     rows = [_fetch(conn, statements[0], broken)]
@@ -295,7 +303,7 @@ class Store:
         pool = self._pool
         if pool is None:
             if not self._lock.acquire(timeout=_seconds_left(give_up)):
-                raise _unreachable(self._where, TimeoutError())
+                raise _unreachable(self._where, TimeoutError(), self._trouble)
             try:
                 if self._pool is None:
                     self._pool = self._open(give_up)
@@ -353,6 +361,7 @@ class Store:
             except psycopg.ProgrammingError:
                 raise _unreadable() from None
             except psycopg.OperationalError as error:
+                self._trouble = error
                 # A server that is starting up will answer; a wrong password or name will not.
                 if time.monotonic() >= give_up or is_refused(error):
                     raise _unreachable(self._where, error) from error
@@ -430,6 +439,9 @@ class AsyncStore:
         self._url = ""
         self._where: Where = ("the given pool's server", "(the given pool's)")
         self._schema_seen = False
+        self._trouble: BaseException | None = None
+        # The first call may make the schema, which takes its time and is not the server's silence.
+        self._patience = min(self._timeout, 1.0)
 
     async def run(self, statement: Statement[T], conn: Any = None) -> T:
         """Run one statement, by itself or in the caller's transaction."""
@@ -456,14 +468,16 @@ class AsyncStore:
         while True:
             try:
                 pool = await self._ready(give_up)
-                return await self._attempt(pool, statements, broken, _seconds_left(give_up))
+                return await self._attempt(pool, statements, broken, give_up)
             except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
                 if is_refused(error):
                     raise _unreachable(self._where, error) from error
                 if not is_connection_lost(error):
                     raise_translated(error, self._schema)
                 if time.monotonic() >= give_up or self._is_hopeless(error):
-                    raise _unreachable(self._where, error) from error
+                    raise _unreachable(self._where, error, self._trouble) from error
+                if not isinstance(error, TimeoutError):
+                    self._trouble = error
             broken = True
             await asyncio.sleep(RETRY_PAUSE)
 
@@ -472,9 +486,9 @@ class AsyncStore:
         return not _is_ours(self._database) and str(error).startswith("pool is ")
 
     async def _attempt(
-        self, pool: asyncpg.Pool, statements: Sequence[Statement[T]], broken: bool, seconds: float
+        self, pool: asyncpg.Pool, statements: Sequence[Statement[T]], broken: bool, give_up: float
     ) -> list[T]:
-        async with pool.acquire(timeout=seconds) as conn:
+        async with pool.acquire(timeout=_seconds_left(give_up, self._patience)) as conn:
             try:
                 if len(statements) == 1:
                     rows = [await _afetch(conn, statements[0], broken)]
@@ -531,6 +545,7 @@ class AsyncStore:
             if _is_ours(self._database):
                 pool.terminate()
             raise
+        self._trouble = None
         return pool
 
     async def url(self) -> str:

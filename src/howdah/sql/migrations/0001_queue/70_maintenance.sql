@@ -1,8 +1,8 @@
 -- Maintenance without a leader: each duty is a row, and whoever moves its due_at forward runs it.
 
 -- Makes the leaves of the coming days and drops those whose day has come. All under a short
--- lock_timeout: what cannot be had now is had on a later tick. A leaf is emptied first (that needs no
--- lock on its parent, so no completion waits) and dropped after.
+-- lock_timeout: what cannot be had now is had on a later tick. A retention beyond p_days_ahead gets
+-- leaves of its own once the default leaf has caught a row of it, so that little is ever caught there.
 CREATE FUNCTION tend_leaves(p_days_ahead int DEFAULT 40) RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
@@ -10,25 +10,13 @@ SET lock_timeout = '100ms'
 AS $$
 DECLARE
     v_today date := (clock_timestamp() AT TIME ZONE 'UTC')::date;
-    v_day date;
-    v_leaf record;
+    v_leaf text;
+    v_emptied text[] := '{}';
+    v_missing date[];
 BEGIN
-    FOR v_day IN
-        SELECT d::date
-        FROM generate_series(v_today, v_today + p_days_ahead, interval '1 day') AS d
-        WHERE to_regclass(format('%I.%I', current_schema(), leaf_name(d::date))) IS NULL
-    LOOP
-        BEGIN
-            PERFORM make_leaf(v_day);
-        EXCEPTION WHEN lock_not_available THEN
-            RAISE NOTICE 'leaf for % postponed: the default leaf is in use', v_day;
-            EXIT;
-        END;
-    END LOOP;
-
-    DELETE FROM finished_jobs_default WHERE drop_on <= v_today;
+    -- Emptied first: that needs no lock on the parent, so no completion waits for it.
     FOR v_leaf IN
-        SELECT c.oid::regclass AS name
+        SELECT c.oid::regclass::text
         FROM pg_inherits AS i
         JOIN pg_class AS c ON c.oid = i.inhrelid
         WHERE i.inhparent = 'finished_jobs'::regclass
@@ -37,12 +25,40 @@ BEGIN
         ORDER BY c.relname
     LOOP
         BEGIN
-            EXECUTE format('TRUNCATE %s', v_leaf.name);
-            EXECUTE format('DROP TABLE %s', v_leaf.name);
+            EXECUTE format('TRUNCATE %s', v_leaf);
+            v_emptied := v_emptied || v_leaf;
         EXCEPTION WHEN lock_not_available THEN
-            RAISE NOTICE 'leaf % postponed: it is in use', v_leaf.name;
+            RAISE NOTICE 'leaf % postponed: it is in use', v_leaf;
         END;
     END LOOP;
+
+    BEGIN
+        DELETE FROM finished_jobs_default WHERE drop_on <= v_today;
+        v_missing := ARRAY (
+            SELECT d::date
+            FROM (SELECT generate_series(v_today + 1, v_today + p_days_ahead, interval '1 day')
+                  UNION
+                  SELECT f.drop_on
+                  FROM finished_jobs_default AS f
+                  WHERE f.drop_on BETWEEN v_today + 1 AND v_today + 400) AS days (d)
+            WHERE to_regclass(format('%I.%I', current_schema(), leaf_name(d::date))) IS NULL
+            ORDER BY d);
+        IF v_missing <> '{}' THEN
+            PERFORM make_leaves(v_missing);
+        END IF;
+    EXCEPTION WHEN lock_not_available THEN
+        RAISE NOTICE 'new leaves postponed: finished_jobs is in use';
+    END;
+
+    -- Dropped together: their parent is all that is left to wait for. Not in a tick that made leaves:
+    -- completions would wait for it twice.
+    IF v_emptied <> '{}' AND v_missing = '{}' THEN
+        BEGIN
+            EXECUTE 'DROP TABLE ' || array_to_string(v_emptied, ', ');
+        EXCEPTION WHEN lock_not_available THEN
+            RAISE NOTICE 'empty leaves stay for now: finished_jobs is in use';
+        END;
+    END IF;
 END $$;
 
 CREATE FUNCTION leaf_name(p_day date) RETURNS text
@@ -50,24 +66,43 @@ LANGUAGE sql IMMUTABLE
 AS $$ SELECT 'finished_jobs_' || lpad(extract(year FROM p_day)::text, 4, '0')
           || lpad(extract(month FROM p_day)::text, 2, '0') || lpad(extract(day FROM p_day)::text, 2, '0') $$;
 
--- LIKE and ATTACH instead of PARTITION OF: completions go on while the leaf is made. Rows of that day
--- that the default leaf caught meanwhile move over.
-CREATE FUNCTION make_leaf(p_day date) RETURNS void
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+-- LIKE and ATTACH instead of PARTITION OF: completions go on while leaves are made. Rows that the default
+-- leaf caught move over, most of them, with their index entries, before anything is locked. Then the
+-- parent is locked against completions before the default leaf: one that was on its way into the
+-- default leaf when another leaf took its day would be refused.
+CREATE FUNCTION make_leaves(p_days date[]) RETURNS void
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET lock_timeout = '50ms'
 AS $$
 DECLARE
-    v_name text := leaf_name(p_day);
+    v_day date;
+BEGIN
+    FOREACH v_day IN ARRAY p_days LOOP
+        EXECUTE format(
+            'CREATE TABLE %I (LIKE finished_jobs '
+            'INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING INDEXES, '
+            'CONSTRAINT drop_day CHECK (drop_on >= %L AND drop_on < %L))',
+            leaf_name(v_day), v_day, v_day + 1);
+        PERFORM move_to_leaf(v_day);
+    END LOOP;
+    LOCK TABLE finished_jobs IN SHARE ROW EXCLUSIVE MODE;
+    LOCK TABLE finished_jobs_default IN ACCESS EXCLUSIVE MODE;
+    FOREACH v_day IN ARRAY p_days LOOP
+        PERFORM move_to_leaf(v_day);
+        EXECUTE format('ALTER TABLE finished_jobs ATTACH PARTITION %I FOR VALUES FROM (%L) TO (%L)',
+                       leaf_name(v_day), v_day, v_day + 1);
+        EXECUTE format('ALTER TABLE %I DROP CONSTRAINT drop_day', leaf_name(v_day));
+    END LOOP;
+END $$;
+
+CREATE FUNCTION move_to_leaf(p_day date) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
 BEGIN
     EXECUTE format(
-        'CREATE TABLE %I (LIKE finished_jobs INCLUDING DEFAULTS INCLUDING CONSTRAINTS, '
-        'CONSTRAINT drop_day CHECK (drop_on >= %L AND drop_on < %L))', v_name, p_day, p_day + 1);
-    LOCK TABLE finished_jobs_default IN ACCESS EXCLUSIVE MODE;
-    EXECUTE format(
         'WITH caught AS (DELETE FROM finished_jobs_default WHERE drop_on = %L RETURNING *) '
-        'INSERT INTO %I SELECT * FROM caught', p_day, v_name);
-    EXECUTE format('ALTER TABLE finished_jobs ATTACH PARTITION %I FOR VALUES FROM (%L) TO (%L)',
-                   v_name, p_day, p_day + 1);
-    EXECUTE format('ALTER TABLE %I DROP CONSTRAINT drop_day', v_name);
+        'INSERT INTO %I SELECT * FROM caught', p_day, leaf_name(p_day));
 END $$;
 
 -- Removes what nothing refers to any more: expired keys, events of cleared jobs, lost workers.
