@@ -1,0 +1,91 @@
+# Needs make and Python 3.11 or newer; every target sets itself up.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+INSTALLED := $(VENV)/.installed
+SMOKE := .venv-smoke
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# The steps share a machine, a database and a directory: `make -j` runs them one after the other.
+.NOTPARALLEL:
+.PHONY: help demo test lint format typecheck unit smoke system clean FORCE
+
+help: ## List the targets
+	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-12s %s\n", $$1, $$2 }'
+
+demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed again
+	@$(PY) -m howdah demo
+
+test: lint typecheck unit smoke system ## Run every check there is
+	@echo "make test: all checks passed."
+
+lint: $(INSTALLED) ## Check style, formatting and layers
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(BIN)/lint-imports
+
+format: $(INSTALLED) ## Format the code and fix what can be fixed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+typecheck: $(INSTALLED) ## Check types
+	$(PY) -m mypy
+
+unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some
+	$(PY) -m pytest --durations=5 $(ARGS)
+
+smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
+	rm -rf dist $(SMOKE)
+	$(PY) -m build --outdir dist . > dist.log 2>&1 || { cat dist.log; exit 1; }
+	@rm -f dist.log
+	$(PY) -m venv $(SMOKE)
+	$(SMOKE)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[all]"
+	$(SMOKE)/bin/python -I tools/smoke.py
+	rm -rf $(SMOKE)
+
+system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has one
+	@directory=$$($(PY) tools/system_postgresql.py) || exit 1; \
+	if [ -z "$$directory" ]; then \
+	  echo "No PostgreSQL 14 or newer is installed on this system: tested on the embedded one alone."; \
+	else \
+	  echo "Testing on the PostgreSQL in $$directory"; \
+	  $(PY) -m pytest tests/sql --pg-bin "$$directory"; \
+	fi
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) $(SMOKE) build dist dist.log *.egg-info src/*.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp holds the checkout's path, as a copied checkout would otherwise test the original's code,
+# and the Python that was asked for. An environment that works is kept if none was.
+ASKED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
+STAMP := $(strip $(CURDIR) $(ASKED))
+ifneq ($(strip $(shell cat $(INSTALLED) 2>/dev/null)),$(STAMP))
+$(INSTALLED): FORCE
+endif
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+VERSION := import sys; print(sys.version_info[:2])
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+	  echo "Howdah needs Python 3.11 or newer; $(PYTHON) says: $$($(PYTHON) --version 2>&1 | head -n 1)" >&2; \
+	  echo "Name another one, as in: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; \
+	  exit 1; }
+	@echo "Setting up $(VENV); this takes a minute, once."
+	@if $(PY) -c '$(NEW_ENOUGH)' 2>/dev/null && $(PY) -m pip --version >/dev/null 2>&1 && { [ -z '$(ASKED)' ] || \
+	  [ "$$($(PY) -c '$(VERSION)')" = "$$($(PYTHON) -c '$(VERSION)')" ]; }; then :; else \
+	  $(PYTHON) -m venv --clear $(VENV) || { \
+	    echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	    exit 1; }; \
+	fi
+	@$(PY) -m pip install --quiet --editable '.[dev]'
+	@printf '%s\n' '$(STAMP)' > $@

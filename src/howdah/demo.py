@@ -1,0 +1,40 @@
+"""The tasks that `howdah demo` runs, in worker processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from howdah.app import App
+from howdah.context import Context
+from howdah.retry import Retry
+
+app = App(lease=2)
+
+STAGES = ("download", "decode", "resize", "upload")
+
+
+@app.task
+async def thumbnail(picture: int) -> str:
+    """A quick job: a millisecond of waiting, as for a disk or a service."""
+    await asyncio.sleep(0.001)
+    return f"thumbnails/{picture}.png"
+
+
+@app.task(retry=Retry.fixed(0.5))
+async def notify(ctx: Context, user: int) -> str:
+    """A job whose service refuses the first call."""
+    if ctx.attempt == 1:
+        raise ConnectionError("503 Service Unavailable")
+    return f"user {user} was told at the second try"
+
+
+@app.task(priority=150)
+async def encode_video(ctx: Context, name: str, seconds: float = 6.0) -> str:
+    """A long job that says how far it is."""
+    steps = 60
+    for step in range(steps):
+        ctx.progress(100 * step / steps, stage=STAGES[step * len(STAGES) // steps])
+        await asyncio.sleep(seconds / steps * random.uniform(0.7, 1.3))  # noqa: S311
+    ctx.event("encoded", {"name": name})
+    return f"{name}.mp4"

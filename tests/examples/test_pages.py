@@ -1,0 +1,63 @@
+"""Every code block of the README and of the documentation runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from blocks import LANGUAGES, Reader, blocks
+
+from howdah.embedded import EmbeddedServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory to work in, and no database in the environment."""
+    for name in ("HOWDAH_DATABASE_URL", "DATABASE_URL"):
+        # Set first, so that the test's end restores what a page exported.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with tempfile.TemporaryDirectory(prefix="howdah-examples-") as name:
+        Path(name).chmod(0o755)
+        monkeypatch.chdir(name)
+        yield Path(name)
+        EmbeddedServer(Path(name) / ".howdah/pg18").remove()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
+    unknown = [
+        str(block) for block in blocks(page) if not block.reason and block.language not in LANGUAGES
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_a_reader_can_follow_the_page(page: Path, directory: Path) -> None:
+    variables = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    reader = Reader(directory, variables)
+    try:
+        for block in blocks(page):
+            if not block.reason:
+                reader.follow(block)
+    finally:
+        reader.leave()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
