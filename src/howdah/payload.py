@@ -3,6 +3,7 @@ and never refused, because by then the work is done. Knows nothing of databases.
 
 from __future__ import annotations
 
+import json
 import math
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -43,8 +44,26 @@ def _plain(value: object) -> str | int | float:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
-decode = msgspec.json.Decoder().decode
-"""JSON text or bytes → Python values."""
+_decode = msgspec.json.Decoder().decode
+
+
+def decode(text: str) -> Any:
+    """JSON from the database → Python values. Never raises: SQL callers can store numbers and depths
+    that Python cannot hold, and one such job must not spoil the batch that it was claimed with."""
+    try:
+        return _decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        try:
+            return json.loads(text, parse_int=_parse_integer)
+        except (ValueError, RecursionError):
+            return text
+
+
+def _parse_integer(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:  # more digits than Python reads
+        return digits
 
 
 # ── enqueueing: refuse ────────────────────────────────────────────────────────────────────────────

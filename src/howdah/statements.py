@@ -31,12 +31,14 @@ class Statement(Generic[T_co]):
 
     `again` is what to send if the connection breaks before the answer: a statement that takes what
     the first one may have done for its own doing. Without it the same text is sent once more.
+    `timeout` is for one that may take longer than others, in seconds; the async client heeds it.
     """
 
     text: str
     parameters: tuple[Any, ...]
     decode: Callable[[Rows], T_co]
     again: Statement[T_co] | None = None
+    timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,10 +370,15 @@ class Statements:
             _value,
         )
 
+    def remove_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
+        """Remove finished jobs by id; those that were removed come back."""
+        return Statement(f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), _ids)
+
     def run_maintenance(self) -> Statement[list[tuple[str, timedelta, str | None]]]:
         """Run the duties that are due: (duty, took, error) of each."""
         return Statement(
             f"SELECT duty, took, error FROM {self._s}.run_maintenance()",
             (),
             lambda rows: [(row[0], row[1], row[2]) for row in rows],
+            timeout=60.0,
         )

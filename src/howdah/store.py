@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import re
+import socket
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from howdah import borrowed, config, migrate, payload
 from howdah.embedded import resolve_url
 from howdah.errors import (
     DatabaseUnreachable,
+    HowdahError,
     InvalidJob,
     InvalidOption,
     NoDatabase,
@@ -35,14 +37,25 @@ from howdah.errors import (
 from howdah.statements import Statement, quote_schema
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Sequence
+    from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 
     from howdah.statements import Rows
 
 T = TypeVar("T")
 
+DATABASE_ERRORS = (
+    HowdahError,
+    psycopg.Error,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    OSError,
+)
+"""Whatever `run` may raise because of the database, as against a mistake of ours."""
+
 TIMEOUT = 10.0
 COMMAND_TIMEOUT = 60.0
+CLOSE_TIMEOUT = 5.0
 POOL_SIZE = 10
 RETRY_PAUSE = 0.05
 
@@ -92,8 +105,16 @@ def is_connection_lost(error: BaseException) -> bool:
         OSError
         | psycopg.OperationalError
         | asyncpg.InterfaceError
+        # asyncpg, when the server's farewell is already in its buffer
+        | asyncpg.InternalClientError
         | asyncpg.PostgresConnectionError,
     )
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a statement may well succeed if it is sent again, unchanged, a little later."""
+    # 40 rolled back to let another on, 53 out of something, 55 in use, 57 interrupted by an operator
+    return is_connection_lost(error) or sqlstate(error)[:2] in {"40", "53", "55", "57"}
 
 
 def is_refused(error: BaseException) -> bool:
@@ -196,6 +217,7 @@ class Store:
         *,
         create: bool = True,
         timeout: float = TIMEOUT,
+        command_timeout: float | None = None,
     ) -> None:
         if database is not None and not isinstance(database, str | psycopg_pool.ConnectionPool):
             raise InvalidOption(
@@ -205,6 +227,7 @@ class Store:
         self._schema = schema
         self._create = create
         self._timeout = payload.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
+        self._command_timeout = command_timeout
         self._lock = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Any] | None = None
         self._url = ""
@@ -282,7 +305,10 @@ class Store:
         broken: bool,
         give_up: float,
     ) -> list[T]:
-        with pool.connection(_seconds_left(give_up, self._patience)) as conn:
+        with (
+            pool.connection(_seconds_left(give_up, self._patience)) as conn,
+            _limited(conn, self._command_timeout),
+        ):
             try:
                 if len(statements) == 1:
                     rows = [_fetch(conn, statements[0], broken)]
@@ -307,6 +333,7 @@ class Store:
             try:
                 if self._pool is None:
                     self._pool = self._open(give_up)
+                    self._trouble = None
                 pool = self._pool
             finally:
                 self._lock.release()
@@ -405,11 +432,43 @@ def _where_of(pool: psycopg_pool.ConnectionPool[Any]) -> Where:
     return str(known.get("host", "localhost")), str(known.get("dbname", "(default)"))
 
 
+@contextlib.contextmanager
+def _limited(conn: psycopg.Connection[Any], seconds: float | None) -> Iterator[None]:
+    """Hang up on a server that does not answer in time. libpq would wait for it as long as the network
+    says that somebody is there, and a proxy in between always is."""
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(seconds, _hang_up, (conn,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _hang_up(conn: psycopg.Connection[Any]) -> None:
+    with (
+        contextlib.suppress(OSError, psycopg.Error),
+        socket.socket(fileno=os.dup(conn.fileno())) as end,
+    ):
+        end.shutdown(socket.SHUT_RDWR)
+
+
 def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: bool) -> Rows:
     if broken and statement.again is not None:
         statement = statement.again
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         return cursor.execute(statement.text, statement.parameters).fetchall()
+
+
+_ASYNC_ERRORS = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    OSError,
+)
 
 
 class AsyncStore:
@@ -469,7 +528,7 @@ class AsyncStore:
             try:
                 pool = await self._ready(give_up)
                 return await self._attempt(pool, statements, broken, give_up)
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+            except _ASYNC_ERRORS as error:
                 if is_refused(error):
                     raise _unreachable(self._where, error) from error
                 if not is_connection_lost(error):
@@ -495,7 +554,7 @@ class AsyncStore:
                 else:
                     async with conn.transaction():
                         rows = [await _afetch(conn, statement, broken) for statement in statements]
-            except (asyncpg.PostgresError, OSError) as error:
+            except _ASYNC_ERRORS as error:
                 # A time-out is an OSError too: who did not answer once is not asked again.
                 if is_connection_lost(error):
                     conn.terminate()
@@ -534,7 +593,7 @@ class AsyncStore:
                 min_size=0,
                 max_size=POOL_SIZE,
                 timeout=5.0,
-                command_timeout=60.0,
+                command_timeout=self._command_timeout,
                 reset=_leave_as_it_is,
             )
         try:
@@ -559,7 +618,10 @@ class AsyncStore:
         if pool is None or pool is self._database or self._home is None:
             return
         if self._home == (os.getpid(), asyncio.get_running_loop()):
-            await pool.close()
+            # A server that no longer answers is not waited for: the pool is then terminated.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT):
+                    await pool.close()
 
 
 @contextlib.asynccontextmanager
@@ -581,7 +643,8 @@ async def _leave_as_it_is(conn: Any) -> None:
 async def _afetch(conn: Any, statement: Statement[Any], broken: bool) -> Rows:
     if broken and statement.again is not None:
         statement = statement.again
-    rows: Rows = await conn.fetch(statement.text, *statement.parameters)
+    limit = {} if statement.timeout is None else {"timeout": statement.timeout}
+    rows: Rows = await conn.fetch(statement.text, *statement.parameters, **limit)
     return rows
 
 

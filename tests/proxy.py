@@ -1,0 +1,109 @@
+"""A proxy in front of PostgreSQL that can cut a connection at the worst moment: when a statement was
+sent and its answer not yet heard."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+READY = re.compile(rb"Z\x00\x00\x00\x05[ITE]\Z")
+
+
+class Proxy:
+    """Listens on a TCP port of its own and forwards to the server's Unix socket."""
+
+    def __init__(self, server_socket: Path) -> None:
+        self._server_socket = str(server_socket)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._open: set[socket.socket] = set()
+        self._marker: bytes | None = None
+        self._executed = False
+        self._then: Callable[[], object] = bool
+        self._lock = threading.Lock()
+        self.cuts = 0
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def url(self, database: str, user: str = "howdah") -> str:
+        return f"postgresql://{user}@127.0.0.1:{self._listening.getsockname()[1]}/{database}"
+
+    def cut(self, marker: bytes, *, executed: bool, then: Callable[[], object] = bool) -> None:
+        """Cut the next connection that sends `marker`, before the server saw the statement or after
+        it was executed; `then` happens before anybody notices."""
+        with self._lock:
+            self._marker, self._executed, self._then = marker, executed, then
+
+    def close(self) -> None:
+        self._listening.close()
+        for each in list(self._open):
+            self._hang_up(each)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(self._server_socket)
+                self._open |= {client, server}
+                _Link(self, client, server)
+
+    def _draw(self, sent: bytes) -> tuple[bool, Callable[[], object]] | None:
+        """Whether to cut now: (executed, then), once."""
+        with self._lock:
+            if self._marker is None or self._marker not in sent:
+                return None
+            self._marker = None
+            self.cuts += 1
+            return self._executed, self._then
+
+    def _hang_up(self, end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+        self._open.discard(end)
+
+
+class _Link:
+    """One client's connection: a thread for each direction."""
+
+    def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
+        self._proxy, self._client, self._server = proxy, client, server
+        self._cutting: Callable[[], object] | None = None
+        for direction in (self._to_server, self._to_client):
+            threading.Thread(target=self._run, args=(direction,), daemon=True).start()
+
+    def _run(self, direction: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):
+            direction()
+        self._proxy._hang_up(self._client)
+        self._proxy._hang_up(self._server)
+
+    def _to_server(self) -> None:
+        tail = b""
+        while data := self._client.recv(65536):
+            drawn = self._proxy._draw(tail + data)
+            if drawn is not None:
+                executed, then = drawn
+                if not executed:
+                    then()
+                    return
+                self._cutting = then
+            tail = data[-64:]
+            self._server.sendall(data)
+
+    def _to_client(self) -> None:
+        answer = b""
+        while data := self._server.recv(65536):
+            if self._cutting is None:
+                self._client.sendall(data)
+                continue
+            answer = (answer + data)[-64:]
+            if READY.search(answer):
+                self._cutting()
+                return

@@ -1,0 +1,180 @@
+"""Single enqueues that are awaited at once travel together, and each stands for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+import emptied
+from howdah import AsyncJobQueue, DatabaseUnreachable, Handle, InvalidJob, PayloadTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    import psycopg
+
+database, module_database = emptied.database, emptied.module_database
+
+
+@pytest.fixture
+def observer(connect: Callable[[], psycopg.Connection]) -> psycopg.Connection:
+    """A second connection, with statistics of every statement, also of those inside functions."""
+    conn = connect()
+    conn.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
+    conn.execute(
+        "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET pg_stat_statements.track = ''all''', "
+        "current_database()); END $$"
+    )
+    return conn
+
+
+@pytest.fixture
+async def counted(observer: psycopg.Connection, database: str) -> AsyncIterator[AsyncJobQueue]:
+    queue = AsyncJobQueue(database, payload_limit=200_000)  # more than the database takes
+    await queue.pending()
+    observer.execute("SELECT pg_stat_statements_reset()")
+    yield queue
+    await queue.close()
+
+
+def inserts(observer: psycopg.Connection) -> int:
+    row = observer.execute(
+        "SELECT coalesce(sum(calls), 0)::int "
+        "FROM pg_stat_statements JOIN pg_database ON oid = dbid "
+        "WHERE datname = current_database() AND query LIKE '%INSERT INTO live_jobs%'"
+    ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def is_visible(observer: psycopg.Connection, handle: Handle) -> bool:
+    return observer.execute(
+        "SELECT FROM howdah.live_jobs WHERE id = %s", (handle.id,)
+    ).fetchone() is not None  # fmt: skip
+
+
+async def test_sixty_four_enqueues_at_once_are_sent_in_at_most_four_inserts(
+    counted: AsyncJobQueue, observer: psycopg.Connection
+) -> None:
+    async def enqueue(n: int) -> Handle:
+        handle = await counted.enqueue("a", n)
+        assert is_visible(observer, handle)  # when its own await returns
+        return handle
+
+    handles = await asyncio.gather(*(enqueue(n) for n in range(64)))
+    assert 1 <= inserts(observer) <= 4
+    jobs = {job.id: job.data for job in await counted.find(limit=100)}
+    assert [jobs[each.id] for each in handles] == list(range(64))
+    assert all(each.is_new for each in handles)
+
+
+async def test_a_lone_enqueue_is_sent_at_once(
+    counted: AsyncJobQueue, observer: psycopg.Connection
+) -> None:
+    for n in range(3):
+        assert is_visible(observer, await counted.enqueue("a", n))
+    assert inserts(observer) == 3
+
+
+async def test_a_job_that_the_database_refuses_fails_alone(
+    counted: AsyncJobQueue, observer: psycopg.Connection
+) -> None:
+    answers = await asyncio.gather(
+        *(counted.enqueue("a", "x" * 100_000 if n == 17 else n) for n in range(64)),
+        return_exceptions=True,
+    )
+    refused = answers.pop(17)
+    assert isinstance(refused, PayloadTooLarge)
+    assert str(refused).startswith("the database refused data: ")
+    assert all(isinstance(each, Handle) for each in answers)
+    assert await counted.pending() == 63
+    assert inserts(observer) < 20
+
+
+async def test_a_job_that_a_trigger_of_the_users_refuses_fails_alone(
+    counted: AsyncJobQueue, observer: psycopg.Connection
+) -> None:
+    observer.execute(
+        "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'not on my watch'; END $$;"
+        "CREATE TRIGGER refuse BEFORE INSERT ON howdah.live_jobs "
+        "FOR EACH ROW WHEN (NEW.data = '3') EXECUTE FUNCTION pg_temp.refuse()"
+    )
+    answers = await asyncio.gather(
+        *(counted.enqueue("a", n) for n in range(8)), return_exceptions=True
+    )
+    observer.execute("DROP FUNCTION pg_temp.refuse() CASCADE")
+    assert [n for n, each in enumerate(answers) if isinstance(each, BaseException)] == [3]
+    assert "not on my watch" in str(answers[3])
+
+
+async def test_a_job_that_python_refuses_reaches_nobody(aqueue: AsyncJobQueue) -> None:
+    answers = await asyncio.gather(
+        *(aqueue.enqueue("a", {1} if n == 3 else n) for n in range(8)), return_exceptions=True
+    )
+    assert [n for n, each in enumerate(answers) if isinstance(each, InvalidJob)] == [3]
+    assert await aqueue.pending() == 7
+
+
+async def test_what_is_no_jobs_fault_is_told_to_all_without_trying_each(
+    counted: AsyncJobQueue, observer: psycopg.Connection
+) -> None:
+    observer.execute("ALTER TABLE howdah.live_jobs RENAME TO hidden")
+    answers = await asyncio.gather(
+        *(counted.enqueue("a", n) for n in range(32)), return_exceptions=True
+    )
+    observer.execute("ALTER TABLE howdah.hidden RENAME TO live_jobs")
+    assert {type(each).__name__ for each in answers} == {"SchemaMissing"}
+    row = observer.execute(
+        "SELECT calls FROM pg_stat_statements WHERE query LIKE '%enqueue_jobs(%' AND toplevel"
+    ).fetchone()
+    assert row is None or row[0] <= 2
+
+
+async def test_a_cancelled_caller_harms_nobody(aqueue: AsyncJobQueue) -> None:
+    tasks = [asyncio.create_task(aqueue.enqueue("a", n)) for n in range(20)]
+    tasks[0].cancel()  # before it began
+    await asyncio.sleep(0)
+    tasks[1].cancel()  # while it waits to be sent
+    while not any(task.done() for task in tasks[2:]):
+        await asyncio.sleep(0)
+        tasks[2].cancel()  # while it is sent
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [n for n, each in enumerate(answers) if not isinstance(each, Handle)] == [0, 1, 2]
+    found = {job.data for job in await aqueue.find(limit=100)}
+    assert found >= set(range(3, 20))
+    assert (await aqueue.enqueue("a")).is_new
+
+
+async def test_callers_are_cancelled_when_the_sender_is(aqueue: AsyncJobQueue) -> None:
+    await aqueue.pending()
+    tasks = [asyncio.create_task(aqueue.enqueue("a", n)) for n in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    late = asyncio.create_task(aqueue.enqueue("a", 3))
+    await asyncio.sleep(0)
+    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueuer"]
+    sender.cancel()
+    answers = await asyncio.gather(*tasks, late, return_exceptions=True)
+    assert {type(each) for each in answers} == {asyncio.CancelledError}
+    assert (await aqueue.enqueue("a")).is_new
+
+
+async def test_everybody_is_told_that_the_database_cannot_be_reached() -> None:
+    queue = AsyncJobQueue("postgresql://u@127.0.0.1:1/db", timeout=0.1)
+    answers = await asyncio.gather(*(queue.enqueue("a") for _ in range(5)), return_exceptions=True)
+    assert {type(each) for each in answers} == {DatabaseUnreachable}
+
+
+def test_enqueues_are_collected_anew_in_every_event_loop(database: str) -> None:
+    queue = AsyncJobQueue(database)
+
+    async def use() -> int:
+        await asyncio.gather(*(queue.enqueue("a") for _ in range(10)))
+        count = await queue.pending()
+        await queue.close()
+        return count
+
+    assert [asyncio.run(use()), asyncio.run(use())] == [10, 20]

@@ -1,0 +1,578 @@
+"""Pools, broken connections, and what is said when the database does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import psycopg
+import psycopg_pool
+import pytest
+
+import emptied
+from howdah import (
+    AsyncJobQueue,
+    DatabaseUnreachable,
+    Handle,
+    InvalidOption,
+    JobQueue,
+    LeaseLost,
+    SchemaMissing,
+)
+from howdah.embedded import EmbeddedServer
+from howdah.statements import Statement
+from howdah.store import AsyncStore, Store, _stores
+from proxy import Proxy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+database, module_database = emptied.database, emptied.module_database
+
+
+# ── a cut connection ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+    proxy = Proxy(server.socket_directory / ".s.PGSQL.5432")
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def cut_queue(proxy: Proxy, queue: JobQueue, database: str) -> Iterator[JobQueue]:
+    """A queue behind the proxy; `queue` goes past it."""
+    cut = JobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]))
+    cut.pending()
+    yield cut
+    cut.close()
+
+
+@pytest.fixture
+async def acut_queue(proxy: Proxy, database: str) -> AsyncIterator[AsyncJobQueue]:
+    cut = AsyncJobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]))
+    await cut.pending()
+    yield cut
+    await cut.close()
+
+
+@pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
+def test_an_enqueue_that_was_not_answered_makes_one_job(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue, executed: bool
+) -> None:
+    proxy.cut(b"cut-here", executed=executed)
+    handle = cut_queue.enqueue("cut-here")
+    assert handle.is_new
+    assert proxy.cuts == 1
+    assert [job.id for job in queue.find()] == [handle.id]
+
+
+@pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
+async def test_an_awaited_enqueue_that_was_not_answered_makes_one_job(
+    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue, executed: bool
+) -> None:
+    proxy.cut(b"cut-here", executed=executed)
+    handles = await asyncio.gather(*(acut_queue.enqueue("cut-here", n) for n in range(5)))
+    assert all(each.is_new for each in handles)
+    assert proxy.cuts == 1
+    assert sorted(job.id for job in queue.find()) == sorted(each.id for each in handles)
+
+
+def complete_all(queue: JobQueue) -> None:
+    queue.complete(queue.claim(batch_size=100))
+
+
+def test_an_unanswered_enqueue_whose_job_has_finished_meanwhile_makes_no_second_one(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
+) -> None:
+    proxy.cut(b"cut-here", executed=True, then=lambda: complete_all(queue))
+    handle = cut_queue.enqueue("cut-here")
+    assert handle.is_new
+    assert queue.counts()["completed"] == 1
+    assert queue.pending() == 0
+    assert queue.get(handle).status == "completed"
+
+
+async def test_an_awaited_unanswered_enqueue_whose_job_has_finished_makes_no_second_one(
+    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue
+) -> None:
+    proxy.cut(b"cut-here", executed=True, then=lambda: complete_all(queue))
+    handle = await acut_queue.enqueue("cut-here")
+    assert handle.is_new
+    assert queue.counts()["completed"] == 1
+    assert queue.pending() == 0
+
+
+def test_an_unanswered_enqueue_under_a_key_is_new_to_the_caller_who_made_it(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
+) -> None:
+    proxy.cut(b"cut-here", executed=True)
+    handle = cut_queue.enqueue("cut-here", idempotency_key="k")
+    assert handle.is_new
+    assert queue.enqueue("other", idempotency_key="k") == Handle(handle.id, False)
+    assert queue.pending() == 1
+
+
+@pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
+def test_a_bulk_enqueue_whose_commit_was_not_answered_is_made_once(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue, executed: bool
+) -> None:
+    proxy.cut(b"COMMIT", executed=executed)
+    handles = cut_queue.enqueue_many(("bulk", n) for n in range(6_000))
+    assert proxy.cuts == 1
+    assert all(each.is_new for each in handles)
+    assert queue.pending() == len(handles) == 6_000
+
+
+@pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
+def test_a_completion_that_was_not_answered_is_accepted_and_not_refused(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue, executed: bool
+) -> None:
+    cut_queue.enqueue_many([("a", n) for n in range(3)])
+    jobs = cut_queue.claim()
+    proxy.cut(b"cut-here", executed=executed)
+    cut_queue.complete(jobs, ["cut-here", 2, 3])
+    assert proxy.cuts == 1
+    assert [queue.get(job).result for job in jobs] == ["cut-here", 2, 3]
+    with pytest.raises(LeaseLost):
+        cut_queue.complete(jobs[0])
+
+
+@pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
+async def test_an_awaited_completion_that_was_not_answered_is_accepted(
+    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue, executed: bool
+) -> None:
+    await acut_queue.enqueue("a")
+    jobs = await acut_queue.claim()
+    proxy.cut(b"cut-here", executed=executed)
+    await acut_queue.complete(jobs, ["cut-here"])
+    assert proxy.cuts == 1
+    assert queue.get(jobs[0]).result == "cut-here"
+
+
+def test_a_completion_that_was_not_answered_is_refused_if_the_lease_was_lost_meanwhile(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
+) -> None:
+    cut_queue.enqueue("a")
+    jobs = cut_queue.claim()
+    proxy.cut(b"cut-here", executed=False, then=lambda: queue.recover_stale_jobs(0))
+    with pytest.raises(LeaseLost):
+        cut_queue.complete(jobs, ["cut-here"])
+    assert queue.get(jobs[0]).status == "pending"
+
+
+# ── a server that goes away ───────────────────────────────────────────────────────────────────────
+
+
+def terminate_all(conn: psycopg.Connection) -> None:
+    conn.execute(
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+
+
+def test_work_goes_on_when_every_connection_was_terminated(
+    queue: JobQueue, connect: Callable[[], psycopg.Connection]
+) -> None:
+    together = threading.Barrier(6)
+
+    def enqueue(n: int) -> Handle:
+        together.wait()
+        return queue.enqueue("a", n)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(enqueue, range(6)))
+        terminate_all(connect())
+        list(threads.map(enqueue, range(6)))
+    assert queue.pending() == 12
+
+
+async def test_awaited_work_goes_on_when_every_connection_was_terminated(
+    aqueue: AsyncJobQueue, connect: Callable[[], psycopg.Connection]
+) -> None:
+    await asyncio.gather(*(aqueue.pending() for _ in range(6)))
+    terminate_all(connect())
+    await asyncio.gather(*(aqueue.enqueue_many([("a", n)]) for n in range(6)))
+    assert await aqueue.pending() == 6
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[EmbeddedServer]:
+    """A server to stop and start. Its role `guarded` must give a password: "right"."""
+    where = Path(tempfile.mkdtemp(prefix="howdah-store-"))
+    where.chmod(0o755)
+    server = EmbeddedServer(where / "pg", settings={"fsync": "off"})
+    server.start()
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        conn.execute("CREATE ROLE guarded LOGIN SUPERUSER PASSWORD 'right'")
+        row = conn.execute("SHOW hba_file").fetchone()
+    assert row is not None
+    rules = Path(row[0])
+    rules.write_text(f"local all guarded scram-sha-256\n{rules.read_text()}")
+    server.stop("fast")
+    server.start()
+    yield server
+    server.stop("immediate")
+    server.remove()
+    where.rmdir()
+
+
+def test_work_goes_on_after_a_restart_of_the_server(own_server: EmbeddedServer) -> None:
+    queue = JobQueue(own_server.url, schema="restart")
+    queue.enqueue("a")
+    own_server.stop("fast")
+    own_server.start()
+    queue.enqueue("a")
+    own_server.stop("fast")
+    with ThreadPoolExecutor(1) as thread:  # a call that begins while nobody is there to answer
+        waiting = thread.submit(queue.enqueue, "a")
+        own_server.start()
+        assert waiting.result(10).is_new
+    assert queue.pending() == 3
+    queue.close()
+
+
+async def test_awaited_work_goes_on_after_a_restart_of_the_server(
+    own_server: EmbeddedServer,
+) -> None:
+    queue = AsyncJobQueue(own_server.url, schema="restart_async")
+    await queue.enqueue("a")
+    own_server.stop("fast")
+    waiting = asyncio.create_task(queue.enqueue("a"))
+    await asyncio.to_thread(own_server.start)
+    assert (await waiting).is_new
+    assert await queue.pending() == 2
+    await queue.close()
+
+
+def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: EmbeddedServer) -> None:
+    queue = JobQueue(own_server.url, schema="away", timeout=0.3)
+    queue.enqueue("a")
+    own_server.stop("fast")
+    began = time.monotonic()
+    try:
+        with pytest.raises(
+            DatabaseUnreachable, match=r"^cannot reach database \"howdah\" at /tmp/"
+        ):
+            queue.enqueue("a")
+        assert time.monotonic() - began < 3
+    finally:
+        own_server.start()
+        queue.close()
+
+
+async def test_a_statement_that_is_not_answered_in_time_is_given_up(database: str) -> None:
+    sleep = Statement("SELECT pg_sleep(30)::text", (), len)
+    began = time.monotonic()
+    store = Store(database, "howdah", timeout=0.2, command_timeout=0.2)
+    with pytest.raises(DatabaseUnreachable):
+        await asyncio.to_thread(store.run, sleep)
+    store.close()
+    astore = AsyncStore(database, "howdah", timeout=0.2, command_timeout=0.2)
+    with pytest.raises(DatabaseUnreachable, match="no answer in time"):
+        await astore.run(sleep)
+    await astore.close()
+    assert time.monotonic() - began < 5
+
+
+# ── a server that cannot be reached ───────────────────────────────────────────────────────────────
+
+SECRET = "s3cr3t-w0rd"
+NOBODY = f"postgresql://alice:{SECRET}@127.0.0.1:1/shop"
+
+
+def everything_said(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
+    told = "".join(traceback.format_exception(error))
+    return "\n".join([str(error), repr(error), told, caplog.text, repr(caplog.records)])
+
+
+def assert_unreachable(error: DatabaseUnreachable, caplog: pytest.LogCaptureFixture) -> None:
+    assert str(error).startswith('cannot reach database "shop" at 127.0.0.1:1: ')
+    assert str(error).endswith("Check that the server is up and that the URL is right.")
+    assert (error.host, error.database) == ("127.0.0.1:1", "shop")
+    assert "refused" in error.reason or "Connect call failed" in error.reason
+    assert SECRET not in everything_said(error, caplog)
+
+
+def test_an_unreachable_database_is_named_without_its_password(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    queue = JobQueue(NOBODY, timeout=0.3)
+    began = time.monotonic()
+    with pytest.raises(DatabaseUnreachable) as caught:
+        queue.enqueue("a")
+    assert 0.2 < time.monotonic() - began < 2
+    assert_unreachable(caught.value, caplog)
+    assert SECRET not in repr(queue)
+
+
+async def test_an_unreachable_database_is_named_without_its_password_when_awaited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    queue = AsyncJobQueue(NOBODY, timeout=0.3)
+    began = time.monotonic()
+    answers = await asyncio.gather(
+        *(queue.enqueue("a") for _ in range(8)), queue.pending(), return_exceptions=True
+    )
+    assert 0.2 < time.monotonic() - began < 2
+    for answer in answers:
+        assert isinstance(answer, DatabaseUnreachable)
+        assert_unreachable(answer, caplog)
+
+
+def test_threads_do_not_wait_for_each_others_time_limits() -> None:
+    queue = JobQueue(NOBODY, timeout=0.4)
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(queue.pending) for _ in range(8)]
+        assert {type(call.exception()) for call in calls} == {DatabaseUnreachable}
+    assert time.monotonic() - began < 2
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The URL of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"postgresql://alice@127.0.0.1:{listening.getsockname()[1]}/shop"
+
+
+async def test_a_server_that_takes_connections_and_says_nothing_is_unreachable(silent: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(DatabaseUnreachable, match="no answer in time"):
+        await AsyncJobQueue(silent, timeout=0.2).pending()
+    assert time.monotonic() - began < 1.5
+    with pytest.raises(DatabaseUnreachable, match="connection timeout expired"):
+        await asyncio.to_thread(JobQueue(silent, timeout=0.2).pending)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("user", "database", "reason"),
+    [
+        (f"guarded:{SECRET}", "howdah", 'password authentication failed for user "guarded"'),
+        ("guarded:right", "nowhere", 'database "nowhere" does not exist'),
+        ("stranger", "howdah", 'role "stranger" does not exist'),
+    ],
+)
+def test_a_wrong_password_or_name_fails_at_once(
+    own_server: EmbeddedServer,
+    caplog: pytest.LogCaptureFixture,
+    user: str,
+    database: str,
+    reason: str,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    url = own_server.url.replace("howdah@/howdah", f"{user}@/{database}")
+    began = time.monotonic()
+    with pytest.raises(DatabaseUnreachable) as sync:
+        JobQueue(url).pending()
+    with pytest.raises(DatabaseUnreachable) as awaited:
+        asyncio.run(AsyncJobQueue(url).pending())
+    assert time.monotonic() - began < 3
+    for caught in (sync.value, awaited.value):
+        assert reason in caught.reason
+        assert caught.database == database
+        assert SECRET not in everything_said(caught, caplog)
+
+
+def test_a_right_password_opens_the_door(own_server: EmbeddedServer) -> None:
+    queue = JobQueue(own_server.url.replace("howdah@", "guarded:right@"), schema="guarded")
+    assert queue.pending() == 0
+    queue.close()
+
+
+@pytest.mark.parametrize("password", ["s3cr3t/w0rd", "s3cr3t:w0rd/%"])
+def test_a_url_that_cannot_be_read_does_not_show_its_password(password: str) -> None:
+    url = f"postgresql://alice:{password}@127.0.0.1:nine/shop"
+    for call in (JobQueue(url, timeout=0.2).pending, lambda: asyncio.run(awaited(url))):
+        with pytest.raises((InvalidOption, DatabaseUnreachable)) as caught:
+            call()
+        told = "".join(traceback.format_exception(caught.value))
+        assert "s3cr3t" not in told
+        assert "w0rd" not in told
+
+
+async def awaited(url: str) -> int:
+    return await AsyncJobQueue(url, timeout=0.2).pending()
+
+
+# ── the schema ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_call_makes_the_schema_unless_told_not_to(empty_database: str) -> None:
+    with pytest.raises(SchemaMissing) as caught:
+        JobQueue(empty_database, create=False).pending()
+    assert str(caught.value).startswith(
+        'schema "howdah" has no Howdah tables. Run `howdah migrate`'
+    )
+    with pytest.raises(SchemaMissing):
+        asyncio.run(AsyncJobQueue(empty_database, create=False).pending())
+    queue = JobQueue(empty_database)
+    assert queue.pending() == 0
+    queue.close()
+
+
+async def test_many_first_calls_at_once_make_one_schema(empty_database: str) -> None:
+    queues = [AsyncJobQueue(empty_database) for _ in range(4)]
+    threads = [JobQueue(empty_database) for _ in range(4)]
+    await asyncio.gather(
+        *(queue.enqueue("a") for queue in queues for _ in range(4)),
+        *(asyncio.to_thread(queue.enqueue, "a") for queue in threads),
+    )
+    assert await queues[0].pending() == 20
+    for each in queues:
+        await each.close()
+    for queue in threads:
+        queue.close()
+
+
+# ── pools and processes ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_a_queue_runs_on_the_callers_own_pool(empty_database: str, autocommit: bool) -> None:
+    with psycopg_pool.ConnectionPool(
+        empty_database, min_size=1, max_size=2, open=True, kwargs={"autocommit": autocommit}
+    ) as pool:
+        queue = JobQueue(pool)
+        queue.enqueue_many(("a", n) for n in range(6_000))
+        job = queue.claim_one()
+        assert job is not None
+        queue.complete(job)
+        with pool.connection() as conn:
+            assert conn.autocommit is autocommit
+            terminate_all(conn)
+        queue.enqueue("a")
+        queue.close()
+        assert queue.pending() == 6_000
+        with pool.connection() as conn:
+            assert conn.execute("SELECT 1").fetchone() == (1,)
+
+
+async def test_an_async_queue_runs_on_the_callers_own_pool(empty_database: str) -> None:
+    async with asyncpg.create_pool(empty_database, min_size=1, max_size=2) as pool:
+        queue = AsyncJobQueue(pool)
+        await queue.enqueue_many(("a", n) for n in range(6_000))
+        job = await queue.claim_one()
+        assert job is not None
+        await queue.complete(job)
+        await queue.close()
+        assert await queue.pending() == 5_999
+        assert await pool.fetchval("SELECT 1") == 1
+
+
+async def test_a_closed_pool_of_the_callers_is_told_at_once(database: str) -> None:
+    began = time.monotonic()
+    pool = psycopg_pool.ConnectionPool(database, open=False)
+    with pytest.raises(DatabaseUnreachable, match="is not open yet"):
+        JobQueue(pool).pending()
+    apool = asyncpg.create_pool(database, min_size=0)
+    with pytest.raises(DatabaseUnreachable, match="pool is not initialized"):
+        await AsyncJobQueue(apool).pending()
+    assert time.monotonic() - began < 2
+
+
+def test_a_pool_of_the_callers_that_cannot_connect_is_named_without_its_password() -> None:
+    with (
+        psycopg_pool.ConnectionPool(NOBODY, min_size=0, max_size=1, open=True) as pool,
+        pytest.raises(DatabaseUnreachable) as caught,
+    ):
+        JobQueue(pool, timeout=0.3).pending()
+    assert (caught.value.host, caught.value.database) == ("127.0.0.1", "shop")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_its_own_connections_and_name(queue: JobQueue) -> None:
+    queue.enqueue_many([("a", n) for n in range(20)])
+    mine = queue.claim_one()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            jobs = queue.claim(batch_size=5)
+            queue.complete(jobs)
+            name = (jobs[0].worker_id or "").encode()
+            queue.close()
+            os.write(writer, name)
+        finally:
+            os._exit(0)
+    for _ in range(5):
+        job = queue.claim_one()
+        assert job is not None
+        queue.complete(job)
+    os.waitpid(child, 0)
+    os.close(writer)
+    name = os.read(reader, 200).decode()
+    os.close(reader)
+    assert mine is not None
+    queue.complete(mine)
+    assert name.endswith(f":{child}")
+    assert (mine.worker_id or "").endswith(f":{os.getpid()}")
+    assert queue.counts()["completed"] == 11
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_forked_while_a_thread_is_connecting_is_not_stuck(
+    silent: str, queue: JobQueue
+) -> None:
+    other = JobQueue(silent, timeout=1)
+    with ThreadPoolExecutor(1) as thread:
+        stuck = thread.submit(other.pending)
+        while not other._store._lock.locked():
+            time.sleep(0.001)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if not other._store._lock.locked() and queue.pending() == 0 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        stuck.exception()
+
+
+def test_queues_that_are_dropped_leave_nothing_behind() -> None:
+    gc.collect()
+    before = len(_stores)
+    for _ in range(10):
+        JobQueue("postgresql://")
+    gc.collect()
+    assert len(_stores) == before
+
+
+def test_a_closed_queue_opens_again(queue: JobQueue) -> None:
+    queue.enqueue("a")
+    queue.close()
+    queue.close()
+    assert queue.pending() == 1
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_async_queue_serves_one_event_loop_after_another(database: str) -> None:
+    queue = AsyncJobQueue(database)
+
+    async def use() -> Any:
+        return await asyncio.gather(*(queue.enqueue("a") for _ in range(5)))
+
+    async def use_and_close() -> int:
+        await use()
+        count = await queue.pending()
+        await queue.close()
+        return count
+
+    asyncio.run(use_and_close())
+    assert asyncio.run(use_and_close()) == 10
+    asyncio.run(use())  # and left open
+    assert asyncio.run(use_and_close()) == 20
+    gc.collect()
