@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from howdah.app import App
-from howdah.context import Context
+from howdah.context import Context  # noqa: TC001 - a task's annotations are read at run time
 from howdah.retry import Retry
 
 app = App(lease=2)
@@ -30,7 +30,7 @@ async def notify(ctx: Context, user: int) -> str:
 
 
 @app.task(priority=150)
-async def encode_video(ctx: Context, name: str, seconds: float = 6.0) -> str:
+async def encode_video(ctx: Context, name: str, seconds: float = 5.0) -> str:
     """A long job that says how far it is."""
     steps = 60
     for step in range(steps):

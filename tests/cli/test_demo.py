@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
-
-from howdah import Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,12 +53,12 @@ def nothing_is_left(place: Path) -> bool:
 class Terminal:
     """The demo in a pseudo-terminal of 80 columns."""
 
-    def __init__(self, place: Path, **more: str) -> None:
+    def __init__(self, place: Path, *options: str, **more: str) -> None:
         self.screen = ""
         pid, self._file = pty.fork()
         if pid == 0:
             variables = environment(place, COLUMNS="80", LINES="40", **more)
-            os.execve(sys.executable, COMMAND, variables)  # noqa: S606
+            os.execve(sys.executable, [*COMMAND, *options], variables)  # noqa: S606
         self._pid = pid
 
     def read(self, until: str | None = None, timeout: float = 30) -> str:
@@ -87,56 +86,71 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
-def check_story(text: str) -> None:
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    assert "Five jobs are enqueued" in plain
-    assert "export.csv" in plain
-    last = plain[plain.rindex("job_type") :]
-    rows = [line.replace("|", " ").split() for line in last.splitlines()]
-    statuses = {row[0]: row[1] for row in rows if row[1:] and row[1] in set(Status)}
-    assert statuses == {
-        "rebuild-index": "completed",
-        "send-email": "completed",
-        "call-service": "completed",
-        "parse-upload": "failed",
-        "export": "completed",
-        "charge-card": "completed",
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "")
+
+
+def totals(text: str) -> dict[str, int]:
+    """The count at the end, as printed."""
+    last = plain(text)[plain(text).rindex("Counted in the database") :]
+    return {
+        name: int(number.replace(",", ""))
+        for name, number in re.findall(r"^([a-z]+) +([0-9,]+) *$", last, re.MULTILINE)
     }
-    assert "LeaseLost: the lease on 1 job(s) was lost" in plain
-    assert "Nothing is left of it." in plain
 
 
-def test_piped_it_is_plain_text(place: Path) -> None:
-    done = subprocess.run(
-        COMMAND, env=environment(place), capture_output=True, text=True, timeout=30, check=False
+def test_every_total_on_the_screen_is_what_the_database_says(place: Path) -> None:
+    terminal = Terminal(place, "--pause")
+    terminal.read(until="Press Enter", timeout=60)
+    screen = " ".join(plain(terminal.screen).split())
+    pid, job = re.search(r"kill -9 (\d+), in the middle of job ([0-9a-f-]{36})", screen).groups()
+    assert not Path(f"/proc/{pid}").exists(), "the worker was to be killed for real"
+    url = re.search(r"postgresql://\S+", screen)[0]
+    with psycopg.connect(url) as conn:
+        (counted,) = conn.execute(
+            "SELECT jsonb_build_object('enqueued', count(*), "
+            "'completed', count(*) FILTER (WHERE status = 'completed'), "
+            "'failed', count(*) FILTER (WHERE status = 'failed'), "
+            "'retried', count(*) FILTER (WHERE attempts > 1 AND job_type = 'notify'), "
+            "'recovered', count(*) FILTER (WHERE last_error LIKE 'the lease ran out%')) "
+            "FROM howdah.jobs"
+        ).fetchone()
+        killed = conn.execute(
+            "SELECT status, attempts, worker_id FROM howdah.jobs WHERE id = %s", [job]
+        ).fetchone()
+    assert totals(terminal.screen) == {**counted, "lost": 0}
+    assert counted["enqueued"] == counted["completed"] == 10_204
+    assert counted["retried"] == 200
+    assert counted["recovered"] >= 1
+    assert killed[:2] == ("completed", 2)
+    assert f":{pid}:" not in killed[2], "another worker was to finish it"
+    terminal.type("\r")
+    assert terminal.wait() == 0
+    assert "howdah db start" in plain(terminal.screen), "it says what to type next"
+    assert nothing_is_left(place)
+
+
+def test_without_recovery_the_killed_job_is_lost_and_it_says_so_in_plain_text(place: Path) -> None:
+    variables = environment(
+        place, HOWDAH_DEMO_PATIENCE="10", PYTHONIOENCODING="ascii", NO_COLOR="1"
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(
+        [*COMMAND, "--without-recovery"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert totals(done.stdout)["lost"] > 0
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.isascii()
     assert ESCAPE not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    check_story(done.stdout)
     assert nothing_is_left(place)
 
 
-def test_an_ascii_pipe_is_no_obstacle(place: Path) -> None:
-    variables = environment(place, PYTHONIOENCODING="ascii", NO_COLOR="1")
-    done = subprocess.run(
-        COMMAND, env=variables, capture_output=True, text=True, timeout=30, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.isascii()
-    check_story(done.stdout)
-
-
-def test_in_a_terminal_it_is_live_and_coloured(place: Path) -> None:
-    terminal = Terminal(place)
-    assert terminal.wait() == 0
-    assert f"{ESCAPE}32mcompleted" in terminal.screen
-    assert "running" in terminal.screen
-    check_story(terminal.screen)
-    assert nothing_is_left(place)
-
-
-@pytest.mark.parametrize("moment", ["Starting", "worker-1 claims"])
+@pytest.mark.parametrize("moment", ["Starting", "kill -9"])
 def test_ctrl_c_leaves_nothing_behind(place: Path, moment: str) -> None:
     terminal = Terminal(place, NO_COLOR="1")
     terminal.read(until=moment)
@@ -154,12 +168,3 @@ def test_a_termination_leaves_nothing_behind(place: Path) -> None:
         running.terminate()
     assert running.returncode == 128 + signal.SIGTERM
     assert nothing_is_left(place)
-
-
-def test_it_is_shown_when_asked_for_help() -> None:
-    done = subprocess.run(
-        [*COMMAND[:-1], "--help"], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert re.search(
-        r"^  demo +See jobs run on a PostgreSQL of their own", done.stdout, re.MULTILINE
-    )

@@ -1,190 +1,288 @@
-"""`howdah demo`: a minute with the queue, from nothing and leaving nothing behind.
+"""`howdah demo`: what the queue promises, shown in half a minute, from nothing and leaving nothing behind.
 
-In a terminal the table is live; piped, it is printed at each step and nothing waits.
-"""
+Everything on the screen is read from the database while real worker processes work; one of them is
+killed with SIGKILL in the middle of a job, and the count at the end is a query."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from howdah.cli.options import connect
+from howdah.demo import app, encode_video, notify, thumbnail
 from howdah.embedded import EmbeddedServer
-from howdah.errors import LeaseLost
-from howdah.migrate import migrate
-from howdah.model import BACKFILL, EXPLICIT
-from howdah.queue import JobQueue
+from howdah.errors import EmbeddedServerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import psycopg
 
-    from howdah.model import Job
+QUICK, FLAKY, LONG = 10_000, 200, 4
+VICTIM_AT = 30  # percent of its job at which a worker is killed
+PATIENCE = float(os.environ.get("HOWDAH_DEMO_PATIENCE", "30"))
+FRAME = 0.1
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-QUERY = """\
-SELECT job_type, status, progress, attempts, max_attempts, worker_id,
-       coalesce(result #>> '{}', last_error)
-FROM howdah.jobs
-ORDER BY seq"""
-COLOURS = {
-    "pending": "yellow",
-    "claimed": "cyan",
-    "running": "cyan",
-    "completed": "green",
-    "failed": "red",
-}
-RESULTS = {
-    "rebuild-index": "4096 pages",
-    "send-email": "sent",
-    "call-service": "200 OK",
-    "export": "export.csv",
-}
-PAUSE = 0.08
-SHORT_LEASE = 0.3
+
+@dataclass(slots=True)
+class Story:
+    """What happened so far, besides what the database says."""
+
+    workers: dict[int, subprocess.Popen[bytes]]
+    began: float = field(default_factory=time.monotonic)
+    enqueued: int = 0
+    killed_pid: int | None = None
+    killed_job: str | None = None
+    rates: list[tuple[float, int]] = field(default_factory=list)
 
 
 @click.command()
-def demo() -> None:
-    """See jobs run on a PostgreSQL of their own, which is removed again."""
+@click.option("--pause", is_flag=True, help="Wait for Enter before everything is removed.")
+@click.option(
+    "--without-recovery", is_flag=True, help="Switch recovery off, to see what it is good for."
+)
+def demo(pause: bool, without_recovery: bool) -> None:
+    """See 10,000 jobs run, a worker killed, and nothing lost.
+
+    Starts a PostgreSQL in a temporary directory and two worker processes, and removes all of it.
+    """
     console = Console(highlight=False)
-    began = time.monotonic()
-    with _stoppable(), _temporary_server() as server:
-        console.print("Starting a PostgreSQL in a temporary directory ...")
-        url = server.start()
-        with connect(url) as conn, contextlib.closing(JobQueue(url, worker_id="worker-1")) as one:
-            migrate(conn, "howdah")
-            Demo(console, conn, one, url).run()
-        console.print("\nStopping PostgreSQL and deleting its directory ...")
-    console.print(f"Done in {time.monotonic() - began:.1f} s. Nothing is left of it.", style="bold")
+    with _stoppable(), _temporary_server(console) as url, connect(url) as conn:
+        lost = Demo(console, conn, url).run(recover=not without_recovery)
+        if pause:
+            console.print(
+                f"\n[dim]The database still runs:[/] {url}\nPress Enter to remove it. ", end=""
+            )
+            sys.stdin.readline()
     console.print(
-        "\nThe tables above are SELECT ... FROM howdah.jobs, which you can ask any time. "
-        "To have a queue that stays, run `howdah db start` and go on with the README.",
-        markup=False,
+        "\nNothing is left of it. Next: [bold]howdah db start[/] gives you a queue that stays; the README "
+        "goes on from there."
     )
+    raise SystemExit(1 if lost else 0)
 
 
 class Demo:
-    """The acts, on one queue."""
+    """The run, on one database."""
 
-    def __init__(
-        self, console: Console, conn: psycopg.Connection[Any], queue: JobQueue, url: str
-    ) -> None:
+    def __init__(self, console: Console, conn: psycopg.Connection[Any], url: str) -> None:
         self._console = console
         self._conn = conn
-        self._queue = queue
         self._url = url
-        self._live: Live | None = None
 
-    def run(self) -> None:
-        with self._act("Five jobs are enqueued; one of them twice, under one idempotency key."):
-            self._enqueue()
-        with self._act("worker-1 claims them, highest priority first. Two fail: one is retried."):
-            while job := self._queue.claim_one():
-                self._work(job)
-        with self._act(
-            "worker-1 takes one more and stops answering. When its lease has run out, worker-2 does "
-            "the job. worker-1 comes back, and its answer is refused:"
-        ):
-            refusal = self._lose_a_lease()
-        self._console.print(f"{type(refusal).__name__}: {refusal}", style="red", markup=False)
+    def run(self, *, recover: bool) -> int:
+        """Run it and print the count; how many jobs were lost."""
+        os.environ["HOWDAH_DATABASE_URL"] = self._url
+        app.queue.pending()  # makes the schema
+        if not recover:
+            self._conn.execute(
+                "UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty IN ('recover', 'sweep')"
+            )
+        with self._workers() as workers:
+            self._wait_for(workers)
+            story = Story(workers)
+            self._enqueue(story)
+            with self._screen() as show:
+                while not self._is_over(story):
+                    self._maybe_kill(story)
+                    show(story)
+                    time.sleep(FRAME)
+                show(story)
+            return self._count(story)
 
-    def _enqueue(self) -> None:
-        self._queue.enqueue("rebuild-index", priority=BACKFILL)
-        for _ in range(2):
-            self._queue.enqueue("send-email", {"to": "a@example.com"}, idempotency_key="welcome-7")
-        self._queue.enqueue("call-service", {"url": "https://example.com"})
-        self._queue.enqueue("parse-upload", {"path": "a.csv"})
-        self._queue.enqueue("export", {"asked_by": "a person who waits"}, priority=EXPLICIT)
+    def _enqueue(self, story: Story) -> None:
+        handles = thumbnail.enqueue_many([(n,) for n in range(QUICK)])
+        handles += notify.enqueue_many([(n,) for n in range(FLAKY)])
+        for n in range(LONG):
+            # One by one, so that both workers get some.
+            handles.append(encode_video.enqueue(f"video-{n}"))
+            time.sleep(2 * FRAME)
+        story.enqueued = len(handles)
+        app.queue.close()
+        self._console.print(
+            f"[bold]{story.enqueued:,} jobs[/] enqueued: {QUICK:,} quick ones, {FLAKY} that fail at first, "
+            f"{LONG} long ones. Two workers: pid {', '.join(map(str, story.workers))}."
+        )
 
-    def _work(self, job: Job) -> None:
-        for percent in (25, 50, 75):
-            self._queue.progress(job, percent)
-            self._show(pause=PAUSE)
-        if job.job_type == "parse-upload":
-            self._queue.fail(job, "not a CSV file", retry=False)
-        elif job.job_type == "call-service" and job.attempts == 1:
-            self._queue.fail(job, "connection reset", delay=8 * PAUSE)
-            self._show(pause=8 * PAUSE, always=True)
-        else:
-            self._queue.complete(job, RESULTS[job.job_type])
-        self._show(pause=PAUSE)
+    def _wait_for(self, workers: dict[int, subprocess.Popen[bytes]]) -> None:
+        give_up = time.monotonic() + PATIENCE
+        while (self._one("SELECT count(*) FROM howdah.workers") or (0,))[0] < len(workers):
+            if time.monotonic() > give_up or any(w.poll() is not None for w in workers.values()):
+                raise EmbeddedServerError(
+                    "the demo's workers did not start; see the messages above."
+                )
+            time.sleep(FRAME)
 
-    def _lose_a_lease(self) -> LeaseLost:
-        self._queue.enqueue("charge-card", {"order": 1})
-        [lost] = self._queue.claim(batch_size=1, lease=SHORT_LEASE)
-        self._queue.progress(lost, 25)
-        self._show(pause=SHORT_LEASE)
-        with contextlib.closing(JobQueue(self._url, worker_id="worker-2")) as other:
-            while not (job := other.claim_one()):
-                time.sleep(0.05)
-                other.recover_stale_jobs()
-            self._work_for(other, job)
-        try:
-            self._queue.complete(lost, "charged a second time")
-        except LeaseLost as refusal:
-            return refusal
-        raise AssertionError("a late worker overwrote another's result")
+    # ── what happens ──────────────────────────────────────────────────────────────────────────────
 
-    def _work_for(self, queue: JobQueue, job: Job) -> None:
-        queue.progress(job, 50)
-        self._show(pause=2 * PAUSE)
-        queue.complete(job, "charged once")
-        self._show(pause=PAUSE)
+    def _maybe_kill(self, story: Story) -> None:
+        """Kill the worker of a long job that is under way: no warning, no clean-up, no goodbye."""
+        if story.killed_pid is not None:
+            return
+        row = self._one(
+            "SELECT j.id, w.pid FROM howdah.live_jobs j JOIN howdah.workers w USING (worker_id) "
+            "WHERE j.job_type = 'encode_video' AND j.progress >= %s ORDER BY j.progress LIMIT 1",
+            VICTIM_AT,
+        )
+        if row is None or row[1] not in story.workers:
+            return
+        story.killed_job, story.killed_pid = str(row[0]), row[1]
+        story.workers[row[1]].send_signal(signal.SIGKILL)
+        self._console.print(
+            f"[red]kill -9 {story.killed_pid}[/], in the middle of job [bold]{story.killed_job}[/]. "
+            "Its lease ends in two seconds."
+        )
+
+    def _is_over(self, story: Story) -> bool:
+        (live,) = self._one("SELECT count(*) FROM howdah.live_jobs") or (0,)
+        seconds = time.monotonic() - story.began
+        return (live == 0 and story.killed_pid is not None) or seconds > PATIENCE
+
+    def _one(self, text: str, *parameters: Any) -> tuple[Any, ...] | None:
+        return self._conn.execute(text.encode(), parameters or None).fetchone()
+
+    # ── what is shown ─────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
-    def _act(self, title: str) -> Iterator[None]:
-        self._console.print(f"\n{title}", style="bold", markup=False)
+    def _screen(self) -> Iterator[Any]:
         if not self._console.is_terminal:
-            yield
-            self._console.print(self._table())
+            said = 0.0
+
+            def line(story: Story) -> None:
+                nonlocal said
+                if time.monotonic() - said > 1:
+                    said = time.monotonic()
+                    self._console.print(self._summary(story))
+
+            yield line
             return
-        with Live(self._table(), console=self._console, auto_refresh=False) as self._live:
-            yield
-            self._show(pause=2 * PAUSE)
-        self._live = None
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            yield lambda story: live.update(self._frame(story), refresh=True)
 
-    def _show(self, *, pause: float, always: bool = False) -> None:
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-        elif always:
-            self._console.print(self._table())
-        if self._live is not None or always:
-            time.sleep(pause)
+    def _counts(self) -> tuple[int, int, int, int]:
+        row = self._one(
+            "SELECT count(*) FILTER (WHERE status = 'pending'), count(*) FILTER (WHERE status <> 'pending'), "
+            "(SELECT count(*) FROM howdah.finished_jobs), "
+            "(SELECT count(*) FROM howdah.finished_jobs WHERE status <> 'completed') FROM howdah.live_jobs"
+        )
+        return row or (0, 0, 0, 0)
 
-    def _table(self) -> Table:
-        headings = ("job_type", "status", "progress", "attempts", "worker_id", "result or error")
-        table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
-        for name, status, progress, attempts, maximum, worker, text in self._conn.execute(QUERY):
-            bar = ProgressBar(total=100, completed=progress, width=8)
-            colour = COLOURS[status]
-            table.add_row(name, Text(status, colour), bar, f"{attempts} of {maximum}", worker, text)
-        return table
+    def _summary(self, story: Story) -> str:
+        waiting, running, ended, _ = self._counts()
+        story.rates.append((time.monotonic(), ended))
+        del story.rates[:-10]
+        (t0, n0), (t1, n1) = story.rates[0], story.rates[-1]
+        rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+        return (
+            f"{ended:>6,} ended  {waiting:>6,} waiting  {running:>4,} claimed  {rate:>7,.0f} jobs/s"
+        )
+
+    def _frame(self, story: Story) -> Group:
+        width = max(20, min(50, self._console.width - 30))
+        summary = self._summary(story)
+        ended = story.rates[-1][1]
+        bars = Table.grid(padding=(0, 1))
+        bars.add_row("all jobs", ProgressBar(story.enqueued, ended, width=width), f"{ended:,}")
+        rows = self._conn.execute(
+            "SELECT data ->> 'name', progress, current_stage, status, pid FROM howdah.jobs "
+            "LEFT JOIN howdah.workers USING (worker_id) WHERE job_type = 'encode_video' ORDER BY seq"
+        ).fetchall()
+        for name, percent, stage, status, pid in rows:
+            where = f"{stage or ''} on {pid}" if status in ("claimed", "running") else status
+            if pid is not None and pid == story.killed_pid and status in ("claimed", "running"):
+                where = f"its worker {pid} is dead"
+            bars.add_row(name, ProgressBar(100, percent, width=width), where)
+        return Group(Text(summary), bars)
+
+    def _count(self, story: Story) -> int:
+        row = self._one(
+            "SELECT count(*), count(*) FILTER (WHERE status = 'completed'), "
+            "count(*) FILTER (WHERE status = 'failed'), "
+            "count(*) FILTER (WHERE attempts > 1 AND job_type = 'notify'), "
+            "count(*) FILTER (WHERE last_error LIKE 'the lease ran out%%'), "
+            "count(*) FILTER (WHERE status NOT IN ('completed', 'failed', 'cancelled')) FROM howdah.jobs"
+        )
+        there, completed, failed, retried, recovered, unended = row or (0, 0, 0, 0, 0, 0)
+        lost = story.enqueued - there + unended
+        table = Table.grid(padding=(0, 2))
+        for name, number in [
+            ("enqueued", story.enqueued),
+            ("completed", completed),
+            ("failed", failed),
+            ("retried", retried),
+            ("recovered", recovered),
+        ]:
+            table.add_row(name, f"{number:,}")
+        table.add_row("lost", Text(f"{lost:,}", style="bold red" if lost else "bold green"))
+        seconds = time.monotonic() - story.began
+        self._console.print(f"\nCounted in the database after {seconds:.1f} s:")
+        self._console.print(table)
+        if story.killed_job is not None:
+            self._tell_fate(story)
+        return int(lost)
+
+    def _tell_fate(self, story: Story) -> None:
+        row = self._one(
+            "SELECT status, attempts, worker_id FROM howdah.jobs WHERE id = %s", story.killed_job
+        )
+        if row is not None:
+            self._console.print(
+                f"Job {story.killed_job}, whose worker {story.killed_pid} was killed: [bold]{row[0]}[/] "
+                f"at attempt {row[1]}" + (f" by worker {row[2]}." if row[2] else ".")
+            )
+
+    @contextlib.contextmanager
+    def _workers(self) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+        command = [
+            sys.executable,
+            "-m",
+            "howdah",
+            "worker",
+            "howdah.demo:app",
+            "--log-level",
+            "error",
+        ]
+        started = [subprocess.Popen(command, process_group=0) for _ in range(2)]  # noqa: S603
+        try:
+            yield {process.pid: process for process in started}
+        finally:
+            # From here on everything is taken down; a second Ctrl-C would leave some of it behind.
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            for process in started:
+                process.terminate()
+            for process in started:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                process.kill()
+                process.wait()
 
 
 @contextlib.contextmanager
-def _temporary_server() -> Iterator[EmbeddedServer]:
+def _temporary_server(console: Console) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="howdah-demo-") as name:
         Path(name).chmod(0o755)  # root's server runs as another account, which must get in
-        # Nothing has to outlive a crash of this machine.
-        server = EmbeddedServer(Path(name) / "pg18", settings={"fsync": "off"})
+        server = EmbeddedServer(Path(name) / "pg18")
         try:
-            yield server
+            console.print("Starting a PostgreSQL in a temporary directory ...")
+            yield server.start()
         finally:
-            # A second Ctrl-C would leave the server behind.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             server.remove()
 
@@ -196,9 +294,8 @@ def _stoppable() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
         signal.signal(number, stop)
     try:
         yield
