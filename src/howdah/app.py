@@ -4,13 +4,14 @@ it does no I/O when it is made. Running them is the worker's business."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import weakref
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
+    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -24,6 +25,7 @@ from typing import (
     Generic,
     Literal,
     ParamSpec,
+    Self,
     TypeVar,
     cast,
     overload,
@@ -34,7 +36,7 @@ import msgspec
 
 from howdah import payload
 from howdah.arguments import Arguments, decode_result
-from howdah.context import Context
+from howdah.context import Context, _current
 from howdah.errors import (
     DuplicateTask,
     InvalidJob,
@@ -125,10 +127,12 @@ class TaskHandle(Handle, Generic[R], frozen=True):
         return cast("App", self.task.app)
 
     async def _wait(self, watcher: Watcher, timeout: float | None) -> R:
+        job = await watcher.get(self.id)  # also where there is no time to wait
         try:
-            async with asyncio.timeout(timeout):
-                async for change in watcher.changes(self.id):
-                    job = change.job
+            if not job.status.is_final:
+                async with asyncio.timeout(timeout):
+                    async for change in watcher.changes(self.id):
+                        job = change.job
         except TimeoutError:
             raise ResultTimeout(self.id, timeout or 0) from None
         return cast("R", self.task.read_result(job))
@@ -149,29 +153,36 @@ class Task(Generic[P, R]):
         self._call: dict[str, Any] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function here and now, as if it were not a task."""
-        wanted = self.arguments.context
-        if wanted is not None and wanted not in kwargs:
-            kwargs[wanted] = Context(id=UUID(int=0), job_type=self.name)
-        return cast("R", self.function(*args, **kwargs))
+        """Call the function here and now, as if it were not a task. Its context, unless one is given, is
+        that of the job which calls it, or one that reports to nobody."""
+        arguments = self.arguments
+        given = arguments.context in kwargs or any(isinstance(each, Context) for each in args)
+        if arguments.context is None or given:
+            return cast("R", self.function(*args, **kwargs))
+        values = arguments.signature.bind(*args, **kwargs).arguments
+        context = _current.get() or Context(id=UUID(int=0), job_type=self.name)
+        positional, named = arguments.place(values, context)
+        return cast("R", self.function(*positional, **named))
 
-    def using(self, **options: Any) -> Task[P, R]:
+    def using(self, **options: Any) -> Self:
         """The same task with options for the next call: `priority`, `queue`, `run_at` or `delay`,
         `max_attempts`, `idempotency_key`, `ordering_key`, `request_id`, `keep`, and `conn` to join your
         transaction."""
         for option in options:
             if option not in _CALL_OPTIONS:
                 raise InvalidOption.unknown(option, _CALL_OPTIONS)
-        bound = Task[P, R].__new__(Task)
-        bound.__dict__.update(self.__dict__)
+        bound = copy.copy(self)
         bound._call = {**self._call, **options}
         return bound
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
         """Enqueue a call. The arguments are checked against the signature now."""
         job = self._new_job(args, kwargs)
-        handle = self.app.queue.enqueue_many([job], conn=self._call.get("conn"))[0]
-        return TaskHandle(handle.id, handle.is_new, self)
+        handle = self.app.queue.enqueue(
+            **{name: getattr(job, name) for name in NewJob.__struct_fields__},
+            conn=self._call.get("conn"),
+        )
+        return self.app._handle(handle, self)
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
         """`enqueue`, awaited. Calls that are awaited at the same time are sent together."""
@@ -180,14 +191,14 @@ class Task(Generic[P, R]):
             **{name: getattr(job, name) for name in NewJob.__struct_fields__},
             conn=self._call.get("conn"),
         )
-        return TaskHandle(handle.id, handle.is_new, self)
+        return self.app._handle(handle, self)
 
     def enqueue_many(
         self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]
     ) -> list[TaskHandle[R]]:
         """Enqueue many calls, all or none: each a tuple of arguments or a mapping of them by name."""
         handles = self.app.queue.enqueue_many(self._new_jobs(calls), conn=self._call.get("conn"))
-        return [TaskHandle(handle.id, handle.is_new, self) for handle in handles]
+        return [self.app._handle(handle, self) for handle in handles]
 
     async def aenqueue_many(
         self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]
@@ -195,7 +206,7 @@ class Task(Generic[P, R]):
         """`enqueue_many`, awaited."""
         jobs = self._new_jobs(calls)
         handles = await self.app.aqueue.enqueue_many(jobs, conn=self._call.get("conn"))
-        return [TaskHandle(handle.id, handle.is_new, self) for handle in handles]
+        return [self.app._handle(handle, self) for handle in handles]
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it now, in this process, durably: if the process dies, a worker takes the job over.
@@ -203,15 +214,11 @@ class Task(Generic[P, R]):
         Returns the result. A second call under the same `idempotency_key` gives the stored result, or
         raises `TaskInFlight` while the first is under way. If the function raises, the job is retried
         by a worker as its policy says, and the exception is raised here."""
-        from howdah.durable import run
-
-        return cast("R", run(self, self._new_job(args, kwargs)))
+        return cast("R", self.app._run(self, self._job_to_run(args, kwargs)))
 
     async def arun(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """`run`, for a coroutine function: it runs in this event loop."""
-        from howdah.durable import arun
-
-        return cast("R", await arun(self, self._new_job(args, kwargs)))
+        return cast("R", await self.app._arun(self, self._job_to_run(args, kwargs)))
 
     def read_result(self, job: Job) -> Any:
         """The result of a job that has ended, or the error it ended with."""
@@ -235,6 +242,14 @@ class Task(Generic[P, R]):
                 raise error.at(index) from None
         return jobs
 
+    def _job_to_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
+        for option in ("run_at", "delay", "ordering_key", "conn"):
+            if self._call.get(option) is not None:
+                raise InvalidOption(
+                    f"{option} has no meaning for a task that is run here and now; enqueue it instead."
+                )
+        return self._new_job(args, kwargs)
+
     def _new_job(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
         options = {name: value for name, value in self._call.items() if name != "conn"}
         job = NewJob(
@@ -246,6 +261,16 @@ class Task(Generic[P, R]):
             keep=self.options.keep,
         )
         return msgspec.structs.replace(job, **options) if options else job
+
+
+class AsyncTask(Task[P, R]):
+    """A task whose function is an `async def`: calling it gives a coroutine."""
+
+    if TYPE_CHECKING:
+
+        def __call__(  # type: ignore[override]
+            self, *args: P.args, **kwargs: P.kwargs
+        ) -> Coroutine[Any, Any, R]: ...
 
 
 class App:
@@ -290,11 +315,13 @@ class App:
     # ── registering ───────────────────────────────────────────────────────────────────────────────
 
     @overload
-    def task(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
+    def task(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[P, R]: ...
     @overload
     def task(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
     @overload
-    def task(self, function: Callable[P, Awaitable[R]], /) -> Task[P, R]: ...
+    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
     @overload
     def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
     @overload
@@ -337,16 +364,12 @@ class App:
         `retry` is a `Retry` or a callable; `keep` how long finished jobs stay."""
 
         def register(function: Callable[..., Any]) -> Task[..., Any]:
-            options = TaskOptions(
-                queue=payload.check_name(queue, "queue"),
-                priority=payload.check_integer(priority, "priority", *payload.PRIORITY_RANGE),
-                max_attempts=payload.check_integer(
-                    max_attempts, "max_attempts", 1, payload.MAX_ATTEMPTS_LIMIT
-                ),
+            options = _options(
+                queue=queue,
+                priority=priority,
+                max_attempts=max_attempts,
                 retry=to_retry(retry),
-                timeout=None
-                if timeout is None
-                else payload.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds(),
+                timeout=timeout,
                 run_in=_executor(function, run_in),
                 keep=keep,
                 result_limit=result_limit,
@@ -359,11 +382,12 @@ class App:
     def _register(
         self, function: Callable[..., Any], name: str, options: TaskOptions
     ) -> Task[..., Any]:
-        payload.check_name(name, "task name")
+        _checked(payload.check_name, name, "the task's name")
         known = self.tasks.get(name)
         if known is not None and _place(known.function) != _place(function):
             raise DuplicateTask(name, _place(known.function), _place(function))
-        task: Task[..., Any] = Task(self, function, name, options)
+        kind = AsyncTask if options.run_in == "async" else Task
+        task: Task[..., Any] = kind(self, function, name, options)
         self.tasks[name] = task
         return task
 
@@ -416,10 +440,13 @@ class App:
     def handle(self, job: JobRef) -> TaskHandle[Any]:
         """A handle for a job of one of these tasks, to wait for it or watch it."""
         found = self.queue.get(job)
-        return TaskHandle(found.id, False, self.get_task(found.job_type))
+        return self._handle(Handle(found.id, False), self.get_task(found.job_type))
 
     def close(self) -> None:
-        """Close the sync connections."""
+        """Close the connections of sync callers."""
+        watcher = None if background.loop is None else self._watchers.pop(background.loop, None)
+        if watcher is not None:
+            background.run(watcher.close())
         self.queue.close()
 
     async def aclose(self) -> None:
@@ -428,6 +455,21 @@ class App:
         if watcher is not None:
             await watcher.close()
         await self.aqueue.close()
+
+    # Tasks reach the queue through `queue`, `aqueue` and what follows; a test may put others in place.
+
+    def _handle(self, handle: Handle, task: Task[..., Any]) -> TaskHandle[Any]:
+        return TaskHandle(handle.id, handle.is_new, task)
+
+    def _run(self, task: Task[..., Any], job: NewJob) -> Any:
+        from howdah.durable import run
+
+        return run(task, job)
+
+    async def _arun(self, task: Task[..., Any], job: NewJob) -> Any:
+        from howdah.durable import arun
+
+        return await arun(task, job)
 
     def _watcher(self) -> Watcher:
         loop = asyncio.get_running_loop()
@@ -446,15 +488,48 @@ class _Decorator:
     """What `@app.task(…)` returns; only there for type checkers."""
 
     @overload
-    def __call__(self, function: Callable[Concatenate[Context, P], Awaitable[R]]) -> Task[P, R]: ...
+    def __call__(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]]
+    ) -> AsyncTask[P, R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[Context, P], R]) -> Task[P, R]: ...
     @overload
-    def __call__(self, function: Callable[P, Awaitable[R]]) -> Task[P, R]: ...
+    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]]) -> AsyncTask[P, R]: ...
     @overload
     def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
     def __call__(self, function: Callable[..., Any]) -> Task[..., Any]:
         raise TypeError
+
+
+def _options(
+    *, timeout: Seconds | None, keep: Seconds | None, memory_limit: int | None, **others: Any
+) -> TaskOptions:
+    if memory_limit is not None and others["run_in"] != "process":
+        raise InvalidOption(
+            'memory_limit needs run_in="process": only a process can be held to it.'
+        )
+    limits = {
+        "priority": payload.PRIORITY_RANGE,
+        "max_attempts": (1, payload.MAX_ATTEMPTS_LIMIT),
+        "result_limit": (0, 2**30),
+    }
+    for option, (low, high) in limits.items():
+        _checked(payload.check_integer, others[option], option, low, high)
+    _checked(payload.check_name, others["queue"], "queue")
+    if memory_limit is not None:
+        _checked(payload.check_integer, memory_limit, "memory_limit", 1, 2**62)
+    if timeout is not None:
+        timeout = payload.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
+    if keep is not None:
+        keep = payload.to_timedelta(keep, "keep")
+    return TaskOptions(timeout=timeout, keep=keep, memory_limit=memory_limit, **others)
+
+
+def _checked(check: Callable[..., object], *arguments: Any) -> None:
+    try:
+        check(*arguments)
+    except InvalidJob as error:
+        raise InvalidOption(error.message) from None
 
 
 def _executor(function: Callable[..., Any], run_in: RunIn | None) -> RunIn:

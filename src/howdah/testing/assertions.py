@@ -1,0 +1,185 @@
+"""Assertions about what was enqueued, in the database, in an open transaction or in an inline block.
+
+A job matches if every argument that is named is equal, compared as JSON; arguments that are left out may be
+anything. Options bound with `using` must be equal too, and its `conn` says where to look."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from howdah import payload
+from howdah.arguments import to_json
+from howdah.errors import InvalidJob, InvalidOption, did_you_mean
+from howdah.statements import Filters, Statement
+from howdah.testing.memory import MemoryQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from howdah.app import Task
+    from howdah.model import Job
+
+SHOWN = 10
+FOUND = 10_000
+# An option's time is a moment of ours; the job's is the database's.
+TOLERANCE = timedelta(seconds=1)
+_COMPARED = (
+    "queue", "priority", "max_attempts", "run_at", "delay", "keep", "idempotency_key",
+    "ordering_key", "request_id", "traceparent",
+)  # fmt: skip
+
+
+def assert_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: Any) -> list[Job]:
+    """Assert that a job of the task with these arguments was enqueued, whatever became of it since.
+
+    `assert_enqueued(resize.using(priority=150, conn=session), "a.png")` also compares the priority, and
+    looks into the session's open transaction. Returns the jobs that match, oldest first."""
+    return _check(task, _jobs(task), args, kwargs)
+
+
+def assert_not_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Assert that no job of the task with these arguments was enqueued; without arguments: none at all."""
+    _check_none(task, _jobs(task), args, kwargs)
+
+
+async def aassert_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: Any) -> list[Job]:
+    """`assert_enqueued`, awaited: for the connections that `aenqueue` takes."""
+    return _check(task, await _ajobs(task), args, kwargs)
+
+
+async def aassert_not_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """`assert_not_enqueued`, awaited."""
+    _check_none(task, await _ajobs(task), args, kwargs)
+
+
+# ── where to look ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _statement(task: Task[..., Any]) -> Statement[list[Job]]:
+    return task.app.statements.find(Filters(), FOUND)
+
+
+def _jobs(task: Task[..., Any]) -> list[Job]:
+    queue: Any = task.app.queue
+    if isinstance(queue, MemoryQueue):
+        return [entry.job for entry in queue.memory.entries.values()]
+    found: list[Job] = queue._store.run(_statement(task), task._call.get("conn"))
+    return found[::-1]
+
+
+async def _ajobs(task: Task[..., Any]) -> list[Job]:
+    if isinstance(task.app.queue, MemoryQueue):
+        return _jobs(task)
+    return (await task.app.aqueue._store.run(_statement(task), task._call.get("conn")))[::-1]
+
+
+# ── matching ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check(
+    task: Task[..., Any], jobs: list[Job], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Job]:
+    wanted = _wanted(task, args, kwargs)
+    matching = [job for job in jobs if job.job_type == task.name and not _missed(task, job, wanted)]
+    if not matching:
+        raise AssertionError(_explain(task, jobs, wanted))
+    return matching
+
+
+def _check_none(
+    task: Task[..., Any], jobs: list[Job], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    wanted = _wanted(task, args, kwargs)
+    matching = [job for job in jobs if job.job_type == task.name and not _missed(task, job, wanted)]
+    if matching:
+        lines = [f"  {_show(job)}" for job in matching[:SHOWN]]
+        raise AssertionError("\n".join([f"{task.name} was enqueued{_with(wanted)}:", *lines]))
+
+
+def _wanted(
+    task: Task[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What to compare: arguments by name, options as `using …`."""
+    try:
+        bound = task.arguments.signature.bind_partial(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidJob(f"{task.name}{task.arguments.signature}: {error}.", field="data") from None
+    wanted = {name: _json(value, name) for name, value in bound.arguments.items()}
+    for name, value in task._call.items():
+        if name == "conn":
+            continue
+        if name not in _COMPARED:
+            raise InvalidOption(f"assert_enqueued cannot compare the option {name}; leave it out.")
+        wanted[f"using {name}"] = (
+            payload.to_timedelta(value, name) if name in ("delay", "keep") else value
+        )
+    return wanted
+
+
+def _missed(task: Task[..., Any], job: Job, wanted: Mapping[str, Any]) -> list[str]:
+    """The names of what is different in a job."""
+    return [name for name, value in wanted.items() if not _equal(value, _found(task, job, name))]
+
+
+def _found(task: Task[..., Any], job: Job, name: str) -> Any:
+    option = name.removeprefix("using ")
+    if option == name:
+        data = job.data if isinstance(job.data, dict) else {}
+        if name in data:
+            return data[name]
+        default = task.arguments.signature.parameters[name].default
+        try:
+            return _json(default, name)
+        except InvalidJob:
+            return default
+    return job.run_at - job.created_at if option == "delay" else getattr(job, option)
+
+
+def _equal(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, timedelta) and isinstance(found, timedelta):
+        return abs(wanted - found) <= TOLERANCE
+    return bool(wanted == found)
+
+
+def _json(value: Any, name: str) -> Any:
+    return payload.decode(bytes(memoryview(payload.encode_data(to_json(value, name)))).decode())
+
+
+# ── the message ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _explain(task: Task[..., Any], jobs: list[Job], wanted: Mapping[str, Any]) -> str:
+    message = f"{task.name} was not enqueued{_with(wanted)}."
+    own = [job for job in jobs if job.job_type == task.name]
+    if not own:
+        others = Counter(job.job_type for job in jobs)
+        listed = ", ".join(f"{name} ({n})" for name, n in others.most_common(SHOWN))
+        hint = did_you_mean(task.name, others).removeprefix("; ").capitalize()
+        return f"{message} Enqueued are: {listed or 'no jobs at all'}. {hint}".strip()
+    nearest = min(own, key=lambda job: len(_missed(task, job, wanted)))
+    differences = ", ".join(
+        f"{name.removeprefix('using ')} is {_found(task, nearest, name)!r}"
+        for name in _missed(task, nearest, wanted)
+    )
+    lines = [f"  {_show(job)}" for job in own[:SHOWN]]
+    if len(own) > SHOWN:
+        lines.append(f"  … and {len(own) - SHOWN} more")
+    nearly = f"Did you mean {_show(nearest)}? There {differences}."
+    return "\n".join([message, f"Jobs of {task.name} are:", *lines, nearly])
+
+
+def _with(wanted: Mapping[str, Any]) -> str:
+    return f" with {_pairs(wanted)}" if wanted else ""
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.removeprefix('using ')}={value!r}" for name, value in values.items())
+
+
+def _show(job: Job) -> str:
+    arguments = _pairs(job.data) if isinstance(job.data, dict) else repr(job.data)
+    return (
+        f"{job.job_type}({arguments}), {job.status}, queue={job.queue!r}, priority={job.priority}"
+    )

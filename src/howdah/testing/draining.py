@@ -1,0 +1,354 @@
+"""Running what is enqueued, now and here, through the real database: claimed, run and acknowledged with the
+statements that a worker uses, until nothing is due. One generator decides the steps; `drain` and `adrain`
+only take them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from howdah import payload
+from howdah.errors import HowdahError
+from howdah.outcome import (
+    NOT_COMMITTED,
+    Cancelled,
+    Completed,
+    Failed,
+    Lost,
+    Outcome,
+    Released,
+    Settled,
+)
+from howdah.statements import Statement, quote_schema
+from howdah.testing import running
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from uuid import UUID
+
+    from howdah.app import App, Task
+    from howdah.context import Context
+    from howdah.model import Job
+
+LEASE = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainResult:
+    """How the runs ended. `errors` are the messages of the jobs that failed for good."""
+
+    completed: int = 0
+    failed: int = 0
+    retried: int = 0
+    snoozed: int = 0
+    cancelled: int = 0
+    errors: tuple[str, ...] = ()
+
+
+def drain(
+    app: App,
+    *,
+    queues: Iterable[str] | None = None,
+    with_scheduled: bool = False,
+    limit: int = 10_000,
+    conn: Any = None,
+    resources: Mapping[str, Any] | None = None,
+) -> DrainResult:
+    """Run every due job of the app's tasks here, until none is left or `limit` runs are over.
+
+    `with_scheduled` also runs what is delayed, backed off or snoozed, in due order. With `conn` all of
+    it happens on your connection, in your open transaction, and so does what the handlers enqueue
+    through this app. `resources` is what handlers find in `ctx.resources`."""
+    steps = _steps(app, queues, with_scheduled, limit, resources)
+    with _joined(app, conn):
+        answer, error = None, None
+        while True:
+            try:
+                step = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                return _result(stop.value)
+            answer = error = None
+            try:
+                if isinstance(step, Statement):
+                    answer = app.queue._store.run(step)
+                else:
+                    answer = running.run(*step)
+            except Exception as raised:
+                error = raised
+
+
+async def adrain(
+    app: App,
+    *,
+    queues: Iterable[str] | None = None,
+    with_scheduled: bool = False,
+    limit: int = 10_000,
+    conn: Any = None,
+    resources: Mapping[str, Any] | None = None,
+) -> DrainResult:
+    """`drain`, awaited. Async tasks run in this event loop, others in a thread."""
+    steps = _steps(app, queues, with_scheduled, limit, resources)
+    with _ajoined(app, conn):
+        answer, error = None, None
+        while True:
+            try:
+                step = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                return _result(stop.value)
+            answer = error = None
+            try:
+                if isinstance(step, Statement):
+                    answer = await app.aqueue._store.run(step)
+                else:
+                    answer = await running.arun(*step)
+            except Exception as raised:
+                error = raised
+
+
+def _result(ended: list[tuple[str, str | None]]) -> DrainResult:
+    errors = tuple(error or "" for state, error in ended if state == "failed")
+    return DrainResult(**Counter(state for state, _ in ended if state != "lost"), errors=errors)
+
+
+# ── the steps ─────────────────────────────────────────────────────────────────────────────────────
+
+Steps: TypeAlias = Generator[
+    "Statement[Any] | tuple[Task[..., Any], Context]", Any, "list[tuple[str, str | None]]"
+]
+
+
+def _steps(
+    app: App,
+    queues: Iterable[str] | None,
+    with_scheduled: bool,
+    limit: int,
+    resources: Mapping[str, Any] | None,
+) -> Steps:
+    wanted = None if queues is None else [queues] if isinstance(queues, str) else list(queues)
+    types = list(app.tasks)
+    ended: list[tuple[str, str | None]] = []
+    hastened = False
+    while len(ended) < limit:
+        yield _settle(app.schema)
+        found = yield _lanes(app.schema, types)
+        jobs = yield app.statements.claim_job_batch(
+            app.queue._do.worker_id, types, 1, LEASE, found if wanted is None else wanted,
+            started=True, ignore_heads=True,
+        )  # fmt: skip
+        if jobs:
+            hastened = False
+            ended.append((yield from _run(app, jobs[0], resources)))
+        elif with_scheduled and not hastened:
+            yield _hasten(app.schema, types, wanted)
+            hastened = True
+        else:
+            break
+    return ended
+
+
+def _run(app: App, job: Job, resources: Mapping[str, Any] | None) -> Generator[Any, Any, Any]:
+    """One run and its acknowledgement: the state that the job is in now, and its error."""
+    task, reports = app.tasks[job.job_type], _Reports(job)
+    outcome: Outcome = yield task, running.make_context(task, job, reports, resources)
+    try:
+        yield from reports.statements(app, outcome)
+        accepted = [] if isinstance(outcome, Lost) else (yield _acknowledge(app, job, outcome))
+        after: Job | None = yield app.statements.get(job.id)
+    except Exception as error:
+        # In your own transaction a handler's SQL error breaks what follows: it is the one to read.
+        raise error from (outcome.cause if isinstance(outcome, Failed) else None)
+    running.pass_on_interrupt(outcome)
+    return _state(outcome, bool(accepted), after)
+
+
+def _state(outcome: Outcome, accepted: bool, after: Job | None) -> tuple[str, str | None]:
+    match outcome:
+        case Settled() if not accepted:
+            return "completed", None  # by its handler
+        case _ if not accepted:
+            return "lost", None
+        case Completed():
+            return "completed", None
+    if after is None or not after.status.is_final:
+        return ("snoozed" if isinstance(outcome, Released) else "retried"), None
+    return str(after.status), after.last_error
+
+
+def _acknowledge(app: App, job: Job, outcome: Outcome) -> Statement[list[UUID]]:
+    statements, ids, leases = app.statements, [job.id], [job.lease_id or job.id]
+    match outcome:
+        case Completed(result):
+            return statements.complete_jobs(ids, leases, [result])
+        case Failed(error, traceback, retry_in):
+            pause = None if retry_in is None else payload.to_timedelta(retry_in, "retry")
+            return statements.fail_jobs(
+                ids, leases, [error], [None], [pause], tracebacks=[traceback]
+            )
+        case Settled():
+            # Refused if the handler's transaction committed; else the attempt has failed.
+            pause = payload.to_timedelta(1, "retry")
+            return statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [pause])
+        case Released(delay):
+            return statements.release_jobs(ids, leases, payload.to_timedelta(delay, "delay"))
+        case Cancelled(reason):
+            return statements.stop_jobs(ids, leases, [reason])
+        case _:
+            raise TypeError(f"{outcome!r} is not written")
+
+
+class _Reports:
+    """The `Sink` of one run: what its handler reported, to be written before its outcome."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._progress: tuple[int | None, str | None] | None = None
+        self._events: list[tuple[str, str]] = []
+
+    def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
+        """Take the newest progress."""
+        self._progress = (percent, stage)
+
+    def event(self, job_id: UUID, kind: str, data: str) -> None:
+        """Take an event."""
+        self._events.append((kind, data))
+
+    def settle(self, job_id: UUID) -> None:
+        """The handler completes the job itself."""
+
+    def statements(self, app: App, outcome: Outcome) -> Iterator[Statement[Any]]:
+        """What was reported, as statements."""
+        ids, leases = [self._job.id], [self._job.lease_id or self._job.id]
+        if self._progress is not None:
+            percent, stage = self._progress
+            yield app.statements.report_progress(ids, leases, [percent], [stage])
+        if self._events:
+            n = len(self._events)
+            kinds, datas = [kind for kind, _ in self._events], [data for _, data in self._events]
+            yield app.statements.add_events(ids * n, leases * n, kinds, datas)
+            if isinstance(outcome, Settled):
+                yield app.statements.add_late_events(ids * n, leases * n, kinds, datas)
+
+
+# ── what only a test may do ───────────────────────────────────────────────────────────────────────
+
+
+def _settle(schema: str) -> Statement[None]:
+    """Give every ordering key without a holder to its first job. A commit does that otherwise, and
+    SET CONSTRAINTS would too, but with it all deferred constraints of the caller's own."""
+    s = quote_schema(schema)
+    return Statement(
+        f"SELECT count({s}.settle_key(k.ordering_key)) FROM ("
+        f"SELECT j.ordering_key FROM {s}.live_jobs AS j WHERE j.ordering_key IS NOT NULL "
+        "GROUP BY j.ordering_key HAVING NOT bool_or(j.holds_key)) AS k",
+        (),
+        lambda rows: None,
+    )
+
+
+def _lanes(schema: str, types: Sequence[str]) -> Statement[list[str]]:
+    """The queues that have something for these tasks, their lanes made where they are missing."""
+    s = quote_schema(schema)
+    return Statement(
+        f"SELECT p.queue, {s}.add_lane(p.queue, p.job_type, p.priority, t.twin) "
+        f"FROM {s}.pending_lanes() AS p, (VALUES (false), (true)) AS t (twin) "
+        "WHERE p.job_type = ANY ($1::text[])",
+        (list(types),),
+        lambda rows: sorted({row[0] for row in rows}) or ["default"],
+    )
+
+
+def _hasten(schema: str, types: Sequence[str], queues: Sequence[str] | None) -> Statement[None]:
+    """Make scheduled jobs due, in the order in which they would have been."""
+    s = quote_schema(schema)
+    return Statement(
+        f"WITH later AS (SELECT j.id, row_number() OVER (ORDER BY j.run_at DESC, j.id DESC) AS n "
+        f"FROM {s}.live_jobs AS j "
+        "WHERE j.status = 'pending' AND j.run_at > clock_timestamp() "
+        "AND j.job_type = ANY ($1::text[]) AND ($2::text[] IS NULL OR j.queue = ANY ($2::text[]))), "
+        f"hastened AS (UPDATE {s}.live_jobs AS j "
+        "SET run_at = statement_timestamp() - l.n * interval '1 microsecond' "
+        "FROM later AS l WHERE j.id = l.id RETURNING j.id) "
+        "SELECT count(*) FROM hastened",
+        (list(types), None if queues is None else list(queues)),
+        lambda rows: None,
+    )
+
+
+# ── on the caller's connection ────────────────────────────────────────────────────────────────────
+
+
+class _Joined:
+    """A store all of whose statements go to one connection."""
+
+    def __init__(self, store: Any, run: Any) -> None:
+        self._store = store
+        self.run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def run_all(self, statements: Sequence[Statement[Any]]) -> list[Any]:
+        return [self.run(statement) for statement in statements]
+
+
+class _AsyncJoined(_Joined):
+    async def run_all(self, statements: Sequence[Statement[Any]]) -> list[Any]:  # type: ignore[override]
+        return [await self.run(statement) for statement in statements]
+
+
+@contextlib.contextmanager
+def _replaced(app: App, store: _Joined, astore: _AsyncJoined) -> Iterator[None]:
+    before = app.queue._store, app.aqueue._store
+    vars(app.queue)["_store"], vars(app.aqueue)["_store"] = store, astore
+    try:
+        yield
+    finally:
+        app.queue._store, app.aqueue._store = before
+
+
+@contextlib.contextmanager
+def _joined(app: App, conn: Any) -> Iterator[None]:
+    if conn is None:
+        yield
+        return
+    store, astore = app.queue._store, app.aqueue._store
+
+    def run(statement: Statement[Any], own: Any = None) -> Any:
+        return store.run(statement, conn if own is None else own)
+
+    async def arun(statement: Statement[Any], own: Any = None) -> Any:
+        return await astore.run(statement, own) if own is not None else run(statement)
+
+    with _replaced(app, _Joined(store, run), _AsyncJoined(astore, arun)):
+        yield
+
+
+@contextlib.contextmanager
+def _ajoined(app: App, conn: Any) -> Iterator[None]:
+    if conn is None:
+        yield
+        return
+    store, astore = app.queue._store, app.aqueue._store
+    loop = asyncio.get_running_loop()
+
+    async def arun(statement: Statement[Any], own: Any = None) -> Any:
+        return await astore.run(statement, conn if own is None else own)
+
+    def run(statement: Statement[Any], own: Any = None) -> Any:
+        if own is not None:
+            return store.run(statement, own)
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is loop:
+                raise HowdahError(
+                    "a handler used the sync queue in the event loop whose connection adrain works "
+                    "on, and would wait for itself; call aenqueue there."
+                )
+        return asyncio.run_coroutine_threadsafe(arun(statement), loop).result()
+
+    with _replaced(app, _Joined(store, run), _AsyncJoined(astore, arun)):
+        yield

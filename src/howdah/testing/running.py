@@ -1,0 +1,74 @@
+"""One run of a handler in the process that tests it, whether that has an event loop or not. What is done
+with the outcome is up to the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from howdah.context import Context, Sink
+from howdah.execution import aexecute, execute
+from howdah.outcome import Failed, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from howdah.app import Task
+    from howdah.model import Job
+
+
+def make_context(
+    task: Task[..., Any], job: Job, sink: Sink, resources: Mapping[str, Any] | None
+) -> Context:
+    """The context of one run of a claimed job."""
+    return Context(
+        id=job.id,
+        job_type=job.job_type,
+        queue=job.queue,
+        data=job.data,
+        attempt=job.attempts,
+        max_attempts=job.max_attempts,
+        request_id=job.request_id,
+        idempotency_key=job.idempotency_key,
+        lease_id=job.lease_id,
+        timeout=task.options.timeout,
+        sink=sink,
+        resources=resources,
+    )
+
+
+def run(task: Task[..., Any], context: Context) -> Outcome:
+    """Run a handler of any kind from sync code: in this thread, or in another one where this has a
+    running event loop, as no handler finds one that it did not start."""
+    copied = contextvars.copy_context()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return copied.run(_run_here, task, context)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copied.run, _run_here, task, context).result()
+
+
+async def arun(task: Task[..., Any], context: Context) -> Outcome:
+    """Run a handler of any kind from async code: in this event loop, or in a thread."""
+    if task.options.run_in == "async":
+        return await aexecute(task, context)
+    return await asyncio.to_thread(execute, task, context)
+
+
+def _run_here(task: Task[..., Any], context: Context) -> Outcome:
+    if task.options.run_in != "async":
+        return execute(task, context)
+    # With a factory of its own it leaves the thread's current event loop as it was.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(aexecute(task, context))
+
+
+def pass_on_interrupt(outcome: Outcome) -> None:
+    """Raise what a worker counts as a failure and a test must not: Ctrl-C, and pytest's own outcomes."""
+    if isinstance(outcome, Failed):
+        cause = outcome.cause
+        if cause is not None and not isinstance(cause, Exception | SystemExit):
+            raise cause

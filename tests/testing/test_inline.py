@@ -1,0 +1,609 @@
+"""Inline mode: tasks run where they are enqueued, without a database, as production would run them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import pytest
+
+from howdah import (
+    App,
+    Cancel,
+    Context,
+    Fail,
+    HowdahError,
+    InvalidJob,
+    JobCancelled,
+    JobFailed,
+    Retry,
+    Snooze,
+    Status,
+    current,
+)
+from howdah.testing import assert_enqueued, inline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+app = App()
+
+
+@dataclass
+class Parcel:
+    id: UUID
+    sent: datetime
+    weight: float
+
+
+@app.task
+def double(number: int) -> int:
+    return 2 * number
+
+
+@app.task
+async def triple(number: int) -> int:
+    await asyncio.sleep(0)
+    return 3 * number
+
+
+@app.task
+def ship(parcel: Parcel, on: date) -> Parcel:
+    assert isinstance(parcel, Parcel)
+    assert type(on) is date
+    return parcel
+
+
+@app.task(max_attempts=3)
+def fragile(works_at: int, ctx: Context) -> int:
+    if ctx.attempt < works_at:
+        raise ValueError(f"attempt {ctx.attempt} broke")
+    return ctx.attempt
+
+
+@app.task
+def report(n: int, ctx: Context) -> None:
+    for i in range(1, n + 1):
+        ctx.progress(100 * i // n, stage=f"tile {i}")
+    ctx.event("done", {"tiles": n})
+
+
+@pytest.fixture(autouse=True)
+def no_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HOWDAH_DATABASE_URL", "DATABASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+# ── running ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_sync_task_runs_where_it_is_enqueued() -> None:
+    with inline(app):
+        handle = double.enqueue(21)
+        assert handle.job().status == "completed"
+        assert handle.result() == 42
+
+
+def test_an_async_task_runs_from_sync_code() -> None:
+    with inline(app):
+        assert triple.enqueue(2).result() == 6
+
+
+async def test_both_kinds_run_from_a_running_loop() -> None:
+    with inline(app):
+        assert double.enqueue(1).result() == 2
+        assert triple.enqueue(1).result() == 3
+
+
+async def test_both_kinds_run_awaited() -> None:
+    async with inline(app):
+        assert await (await double.aenqueue(1)).aresult() == 2
+        handles = await triple.aenqueue_many([(1,), {"number": 2}])
+        assert [await handle.aresult() for handle in handles] == [3, 6]
+        assert (await handles[0].ajob()).attempts == 1
+
+
+async def test_an_awaited_async_task_runs_in_the_callers_own_loop() -> None:
+    other = App()
+    loops = []
+
+    @other.task
+    async def where() -> None:
+        loops.append(asyncio.get_running_loop())
+
+    async with inline(other):
+        await where.aenqueue()
+        where.enqueue()
+    assert loops[0] is asyncio.get_running_loop()
+    assert loops[1] is not loops[0]
+
+
+def test_the_threads_event_loop_is_left_as_it_was() -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        with inline(app):
+            triple.enqueue(1)
+        assert asyncio.get_event_loop_policy().get_event_loop() is loop
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def test_many_calls_run_in_order() -> None:
+    with inline(app) as log:
+        handles = double.enqueue_many([(n,) for n in range(5)])
+        assert [handle.result() for handle in handles] == [0, 2, 4, 6, 8]
+        assert [job.data for job in log.jobs] == [{"number": n} for n in range(5)]
+
+
+def test_a_task_that_was_bound_before_the_block_runs_inline_too() -> None:
+    urgent = double.using(priority=150, queue="fast")
+    with inline(app):
+        job = urgent.enqueue(1).job()
+        assert (job.priority, job.queue, job.status) == (150, "fast", "completed")
+
+
+def test_a_job_of_the_bare_queue_runs_if_it_is_a_task_and_waits_if_it_is_not() -> None:
+    with inline(app):
+        assert app.queue.get(app.queue.enqueue("double", {"number": 4})).result == 8
+        assert app.queue.get(app.queue.enqueue("of another app")).status == "pending"
+        assert app.counts()[Status.COMPLETED] == 1
+        assert app.queue.pending() == 1
+
+
+def test_run_gives_the_result_or_raises_the_exception_itself() -> None:
+    with inline(app):
+        assert double.run(4) == 8
+        with pytest.raises(ValueError, match="attempt 3 broke"):
+            fragile.run(9)
+
+
+async def test_arun_does_so_too() -> None:
+    async with inline(app):
+        assert await triple.arun(4) == 12
+
+
+def test_middlewares_and_resources_are_those_of_a_run() -> None:
+    other = App()
+    seen = []
+
+    @other.middleware
+    def around(ctx: Context) -> Iterator[None]:
+        seen.append("before")
+        yield
+        seen.append("after")
+
+    @other.task
+    def use() -> None:
+        seen.append(current().resources["db"])
+
+    with inline(other, resources={"db": "the test's own"}):
+        use.enqueue()
+    assert seen == ["before", "the test's own", "after"]
+
+
+# ── what production would refuse ──────────────────────────────────────────────────────────────────
+
+
+def test_arguments_go_through_json_and_come_back_as_their_types() -> None:
+    parcel = Parcel(UUID(int=7), datetime(2026, 1, 2, tzinfo=UTC), 1.5)
+    with inline(app) as log:
+        handle = ship.enqueue(parcel, date(2026, 1, 3))
+        assert handle.result() == parcel
+        assert log.jobs[0].data["on"] == "2026-01-03"
+
+
+def test_a_call_that_does_not_fit_the_signature_is_refused() -> None:
+    with inline(app) as log:
+        with pytest.raises(InvalidJob, match="missing a required argument: 'number'"):
+            double.enqueue()
+        with pytest.raises(InvalidJob, match="job 1: double: argument 'number'"):
+            double.enqueue_many([(1,), ("one",)])
+        assert log.jobs == []
+
+
+def test_an_argument_that_json_cannot_hold_is_refused() -> None:
+    other = App()
+
+    @other.task
+    def take(anything) -> None:
+        pass
+
+    with inline(other), pytest.raises(InvalidJob, match="cannot be stored as JSON"):
+        take.enqueue(object())
+
+
+def test_a_tuple_arrives_as_a_list_where_nothing_says_otherwise() -> None:
+    other = App()
+
+    @other.task
+    def kind(anything) -> str:
+        return type(anything).__name__
+
+    with inline(other):
+        assert kind.enqueue((1, 2)).result() == "list"
+
+
+def test_a_result_that_cannot_be_stored_fails_the_job() -> None:
+    other = App()
+
+    @other.task
+    def give() -> object:
+        return object()
+
+    with inline(other), pytest.raises(JobFailed, match="returned what cannot be stored"):
+        give.enqueue().result()
+
+
+# ── failing, waiting, stopping ────────────────────────────────────────────────────────────────────
+
+
+def test_retries_follow_max_attempts_without_waiting() -> None:
+    began = time.monotonic()
+    with inline(app) as log:
+        assert fragile.enqueue(3).result() == 3
+        assert [event.data["error"] for event in log.events(log.jobs[0])] == [
+            "ValueError: attempt 1 broke",
+            "ValueError: attempt 2 broke",
+        ]
+    assert time.monotonic() - began < 1
+
+
+def test_a_job_that_fails_for_good_makes_result_raise() -> None:
+    with inline(app) as log:
+        handle = fragile.enqueue(4)
+        with pytest.raises(JobFailed, match=r"fragile\) failed after 3 attempt\(s\): ValueError"):
+            handle.result()
+        assert isinstance(log.error(handle), ValueError)
+        assert [job.id for job in log.failed] == [handle.id]
+
+
+def test_max_attempts_of_the_call_count() -> None:
+    with inline(app):
+        assert fragile.using(max_attempts=1).enqueue(2).job().last_error == (
+            "ValueError: attempt 1 broke"
+        )
+        assert fragile.using(max_attempts=5).enqueue(5).result() == 5
+
+
+def test_a_failure_that_nobody_looked_at_is_raised_at_the_end_of_the_block() -> None:
+    with pytest.raises(JobFailed, match="attempt 3 broke") as caught, inline(app):
+        fragile.enqueue(4)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_the_blocks_own_exception_comes_first() -> None:
+    def fails() -> None:
+        fragile.enqueue(4)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        inline(app)(fails)()
+
+
+def test_raise_errors_raises_the_exception_at_the_enqueue() -> None:
+    with inline(app, raise_errors=True) as log:
+        with pytest.raises(ValueError, match="attempt 3 broke"):
+            fragile.enqueue(4)
+        assert log.jobs[0].status == "failed"
+        assert fragile.enqueue(2).result() == 2
+
+
+def test_raise_errors_leaves_a_parent_alone_whose_child_fails() -> None:
+    other = App()
+    finished = []
+
+    @other.task
+    def parent() -> None:
+        child.enqueue()
+        finished.append("parent")
+
+    @other.task(retry=Retry.never())
+    def child() -> None:
+        raise OSError("the child's")
+
+    with inline(other, raise_errors=True) as log:
+        with pytest.raises(OSError, match="the child's"):
+            parent.enqueue()
+        assert [job.status for job in log.jobs] == ["completed", "failed"]
+    assert finished == ["parent"]
+
+
+def test_fail_and_a_retry_policy_end_the_attempts() -> None:
+    other = App()
+
+    @other.task
+    def give_up() -> None:
+        raise Fail("no use")
+
+    @other.task(retry=Retry.fixed(on=(OSError,)))
+    def picky() -> None:
+        raise KeyError("not an OSError")
+
+    with inline(other):
+        assert give_up.enqueue().job().attempts == 1
+        assert picky.enqueue().job().attempts == 1
+
+
+def test_cancel_ends_a_job_as_cancelled() -> None:
+    other = App()
+
+    @other.task
+    def stop() -> None:
+        raise Cancel("not needed")
+
+    with inline(other), pytest.raises(JobCancelled):
+        stop.enqueue().result()
+
+
+def test_a_snoozed_job_waits_until_the_test_runs_it() -> None:
+    other = App()
+    ready = []
+
+    @other.task
+    def wait(ctx: Context) -> int:
+        if not ready:
+            raise Snooze(60)
+        return ctx.attempt
+
+    with inline(other) as log:
+        handle = wait.enqueue()
+        job = handle.job()
+        assert (job.status, job.attempts) == ("pending", 0)
+        assert job.run_at > datetime.now(UTC) + timedelta(seconds=50)
+        with pytest.raises(HowdahError, match=r"is pending and nothing runs it.*run_pending"):
+            handle.result()
+        ready.append(True)
+        assert log.run_pending() == 1
+        assert handle.result() == 1
+
+
+async def test_a_delayed_job_waits_too() -> None:
+    async with inline(app) as log:
+        handle = await triple.using(delay=3600).aenqueue(1)
+        assert (await handle.ajob()).status == "pending"
+        assert await log.arun_pending() == 1
+        assert await handle.aresult() == 3
+
+
+def test_what_waits_can_be_cancelled_and_then_does_not_run() -> None:
+    with inline(app) as log:
+        handle = double.using(delay=3600).enqueue(1)
+        assert handle.cancel()
+        assert not handle.cancel()
+        others = double.using(delay=3600).enqueue_many([(2,), (3,)])
+        assert app.queue.cancel(others) == {other.id: "cancelled" for other in others}
+        assert log.run_pending() == 0
+        with pytest.raises(JobCancelled):
+            handle.result()
+
+
+def test_a_job_that_is_cancelled_while_it_runs_stops_at_its_next_report() -> None:
+    other = App()
+
+    @other.task
+    def stubborn(ctx: Context) -> None:
+        other.queue.cancel(ctx.id)
+        ctx.progress(50)
+        raise AssertionError("it went on")
+
+    with inline(other):
+        assert stubborn.enqueue().job().status == "cancelled"
+
+
+def test_pytests_own_outcomes_and_ctrl_c_are_not_failures_of_the_job() -> None:
+    other = App()
+
+    @other.task
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    @other.task
+    async def skipping() -> None:
+        pytest.skip("from inside")
+
+    with inline(other) as log:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.enqueue()
+        with pytest.raises(pytest.skip.Exception):
+            skipping.enqueue()
+        assert len(log.failed) == 0
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_progress_and_events_are_recorded() -> None:
+    with inline(app) as log:
+        handle = report.enqueue(2)
+        assert log.progress(handle) == [(50, "tile 1"), (100, "tile 2")]
+        assert [(event.kind, event.data) for event in log.events(handle)] == [
+            ("done", {"tiles": 2})
+        ]
+        assert handle.job().current_stage == "tile 2"
+        assert handle.job().events_count == 1
+
+
+def test_watching_shows_the_jobs_whole_life() -> None:
+    with inline(app):
+        seen = [(change.status, change.progress) for change in report.enqueue(2).watch()]
+    assert seen == [
+        ("pending", 0), ("running", 0), ("running", 50), ("running", 100), ("running", 100),
+        ("completed", 100),
+    ]  # fmt: skip
+
+
+async def test_watching_works_awaited() -> None:
+    async with inline(app):
+        handle = await report.aenqueue(1)
+        events = [event.kind async for change in handle.awatch() for event in change.events]
+    assert events == ["done"]
+
+
+def test_a_second_enqueue_under_one_key_gives_the_first_job() -> None:
+    with inline(app) as log:
+        first = double.using(idempotency_key="once").enqueue(1)
+        second = double.using(idempotency_key="once").enqueue(2)
+        assert (first.is_new, second.is_new, second.id) == (True, False, first.id)
+        assert second.result() == 2
+        assert len(log.jobs) == 1
+    with inline(app):
+        assert double.using(idempotency_key="once").enqueue(3).is_new
+
+
+def test_a_job_is_found_again_by_its_id() -> None:
+    with inline(app):
+        job_id = str(double.enqueue(3).id)
+        assert app.handle(job_id).result() == 6
+        assert [str(job.id) for job in app.find(job_type="double", data={"number": 3})] == [job_id]
+        assert app.find(job_type="triple") == []
+        assert app.find(status=["failed", "pending"], before=job_id) == []
+
+
+def test_a_handler_can_complete_its_job_itself() -> None:
+    other = App()
+
+    @other.task
+    def settle(really: bool, ctx: Context) -> None:
+        claim = ctx.completion()
+        if really:
+            other.queue.complete(claim, {"rows": 3}, conn="a connection")
+
+    with inline(other):
+        assert settle.enqueue(True).job().result == {"rows": 3}
+        assert "did not commit" in (settle.enqueue(False).job().last_error or "")
+
+
+def test_what_needs_a_database_says_so() -> None:
+    with (
+        inline(app),
+        pytest.raises(HowdahError, match="inline mode has no claim: there is no data"),
+    ):
+        app.queue.claim("double")
+
+
+# ── tasks that enqueue tasks ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_long_chain_of_jobs_does_not_run_into_the_recursion_limit() -> None:
+    other = App()
+
+    @other.task
+    def crawl(page: int) -> None:
+        if page:
+            crawl.enqueue(page - 1)
+
+    with inline(other) as log:
+        crawl.enqueue(200)
+        assert len(log.jobs) == 201
+        assert {job.status for job in log.jobs} == {"completed"}
+
+
+def test_a_task_that_enqueues_itself_without_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howdah.testing.inlining.RUNS_LIMIT", 50)
+    other = App()
+
+    @other.task
+    def forever() -> None:
+        forever.enqueue()
+
+    with (
+        inline(other),
+        pytest.raises(HowdahError, match="a task seems to enqueue itself without end"),
+    ):
+        forever.enqueue()
+
+
+def test_a_task_that_schedules_its_successor_runs_once() -> None:
+    other = App()
+
+    @other.task
+    def tick() -> None:
+        tick.using(delay=60).enqueue()
+
+    with inline(other) as log:
+        tick.enqueue()
+        assert [job.status for job in log.jobs] == ["completed", "pending"]
+        assert log.run_pending() == 1
+        assert len(log.jobs) == 3
+
+
+async def test_a_child_can_be_awaited_inside_its_parent() -> None:
+    other = App()
+
+    @other.task
+    async def parent() -> int:
+        handle = await child.aenqueue(4)
+        return await handle.aresult()
+
+    @other.task
+    def child(number: int) -> int:
+        return number + 1
+
+    async with inline(other):
+        assert await (await parent.aenqueue()).aresult() == 5
+
+
+# ── no trace ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_app_is_as_it_was_after_the_block() -> None:
+    before = dict(vars(app))
+    with inline(app):
+        double.enqueue(1)
+        assert vars(app) != before
+    assert vars(app) == before
+    with pytest.raises(RuntimeError, match="mine"), inline(app):
+        raise RuntimeError("mine")
+    assert vars(app) == before
+
+
+def test_handles_go_on_working_after_the_block() -> None:
+    with inline(app):
+        handle = double.enqueue(4)
+    assert handle.result() == 8
+    assert handle.job().attempts == 1
+    assert [change.status for change in handle.watch()][-1] == "completed"
+
+
+def test_blocks_can_be_nested() -> None:
+    with inline(app) as outer:
+        double.enqueue(1)
+        with inline(app) as inner:
+            double.enqueue(2)
+        double.enqueue(3)
+    assert [job.data["number"] for job in outer.jobs] == [1, 3]
+    assert [job.data["number"] for job in inner.jobs] == [2]
+
+
+@inline(app)
+def test_it_is_a_decorator() -> None:
+    assert double.enqueue(1).result() == 2
+    assert len(assert_enqueued(double)) == 1
+
+
+@inline(app)
+async def test_it_decorates_coroutine_functions() -> None:
+    assert await (await triple.aenqueue(1)).aresult() == 3
+    assert len(assert_enqueued(triple)) == 1
+
+
+def test_threads_may_enqueue_at_the_same_time() -> None:
+    def enqueue() -> None:
+        for n in range(20):
+            triple.enqueue(n)
+
+    with inline(app) as log:
+        threads = [threading.Thread(target=enqueue) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(log.jobs) == 80
+        assert {job.status for job in log.jobs} == {"completed"}
