@@ -14,14 +14,17 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo test lint format typecheck unit smoke system clean FORCE
+.PHONY: help demo recording test lint format typecheck unit smoke system skill-zip skill-figures clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
 demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed again
 	@$(PY) -m howdah demo
+
+recording: $(INSTALLED) ## Record the demo anew for the README
+	@$(PY) tools/record_demo.py
 
 test: lint typecheck unit smoke system ## Run every check there is
 	@echo "make test: all checks passed."
@@ -58,6 +61,12 @@ system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has 
 	  echo "Testing on the PostgreSQL in $$directory"; \
 	  $(PY) -m pytest tests/sql --pg-bin "$$directory"; \
 	fi
+
+skill-zip: $(INSTALLED) ## Pack the agent skill into dist/postgres-job-queue.zip
+	$(PY) tools/skill_zip.py dist/postgres-job-queue.zip
+
+skill-figures: $(INSTALLED) ## Write the measured figures into the agent skill
+	$(PY) tools/skill_figures.py
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) $(SMOKE) build dist dist.log *.egg-info src/*.egg-info

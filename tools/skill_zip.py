@@ -1,0 +1,30 @@
+"""Packs the skill into a zip file, the same bytes each time: sorted names, fixed times and rights.
+
+python tools/skill_zip.py dist/postgres-job-queue.zip
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+from howdah.skill import NAME, shipped_files
+
+BEGINNING = (1980, 1, 1, 0, 0, 0)  # of a zip file's time
+
+
+def pack(target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(target, "w") as archive:
+        for path, data in shipped_files().items():
+            entry = zipfile.ZipInfo(f"{NAME}/{path}", BEGINNING)
+            entry.create_system = 3  # Unix, wherever it is made
+            entry.external_attr = 0o100644 << 16
+            entry.compress_type = zipfile.ZIP_STORED  # compressors differ from version to version
+            archive.writestr(entry, data)
+
+
+if __name__ == "__main__":
+    pack(Path(sys.argv[1]))
+    print(sys.argv[1])
