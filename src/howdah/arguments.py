@@ -6,9 +6,13 @@ from SQL and found by its arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
+import types
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -18,12 +22,15 @@ from howdah.errors import InvalidJob
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The signature of one function, less its context parameter."""
+    """The signature of one function, and what is left of it without its context parameter."""
 
     name: str
+    whole: inspect.Signature
     signature: inspect.Signature
     types: Mapping[str, Any]
     context: str | None
@@ -33,30 +40,26 @@ class Arguments:
     @classmethod
     def of(cls, function: Callable[..., Any], name: str, context_type: type) -> Arguments:
         """Read a function's signature. Annotations that cannot be resolved count as Any."""
-        signature = inspect.signature(function)
-        try:
-            hints = get_type_hints(function)
-        except Exception:
-            hints = {}
+        whole = inspect.signature(function)
+        hints = _hints(function, name)
         context = next(
             (
-                parameter
-                for parameter in signature.parameters
-                if hints.get(parameter) is context_type
-                or signature.parameters[parameter].annotation
-                in (context_type, context_type.__name__)
+                parameter.name
+                for parameter in whole.parameters.values()
+                if _is_context(hints.get(parameter.name, parameter.annotation), context_type)
             ),
             None,
         )
-        parameters = [p for p in signature.parameters.values() if p.name != context]
+        parameters = [p for p in whole.parameters.values() if p.name != context]
         types = {p.name: hints.get(p.name, Any) for p in parameters}
         return cls(
             name,
-            signature.replace(parameters=parameters),
+            whole,
+            whole.replace(parameters=parameters),
             {parameter: type_ for parameter, type_ in types.items() if _is_supported(type_)},
             context,
             hints.get("return", Any),
-            any(p.kind not in _BY_NAME for p in parameters),
+            any(p.kind not in _BY_NAME for p in whole.parameters.values()),
         )
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +72,7 @@ class Arguments:
         self.unpack(data)
         return data
 
-    def unpack(self, data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unpack(self, data: Any, context: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, converted; an `InvalidJob` where the data do not fit."""
         if not isinstance(data, dict):
             raise InvalidJob(
@@ -82,29 +85,47 @@ class Arguments:
             raise InvalidJob(f"{self.name} has no argument named {name!r}.", field="data")
         values: dict[str, Any] = {}
         for name, parameter in parameters.items():
-            if name not in data:
-                if parameter.default is parameter.empty and parameter.kind not in _VARIADIC:
-                    raise InvalidJob(f"{self.name} misses its argument {name!r}.", field="data")
-            elif parameter.kind is parameter.VAR_POSITIONAL:
-                values[name] = tuple(self._convert(name, item) for item in data[name])
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                values[name] = {key: self._convert(name, item) for key, item in data[name].items()}
-            else:
-                values[name] = self._convert(name, data[name])
+            if name in data:
+                values[name] = self._read(parameter, data[name])
+            elif parameter.default is parameter.empty and parameter.kind not in _VARIADIC:
+                raise InvalidJob(f"{self.name} misses its argument {name!r}.", field="data")
+        return self.place(values, context)
+
+    def place(self, values: dict[str, Any], context: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Values by name, and the context, as the function wants to be called."""
+        if self.context is not None:
+            values[self.context] = context
         if not self.by_position:
             return (), values
-        bound = inspect.BoundArguments(self.signature, values)
+        bound = inspect.BoundArguments(self.whole, values)
         bound.apply_defaults()
         return bound.args, bound.kwargs
+
+    def _read(self, parameter: inspect.Parameter, value: Any) -> Any:
+        name = parameter.name
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            if not isinstance(value, list | tuple):
+                raise self._misfit(name, f"expected a list, got {type(value).__name__}")
+            return tuple(self._convert(name, item) for item in value)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            if not isinstance(value, dict):
+                raise self._misfit(name, f"expected an object, got {type(value).__name__}")
+            for twice in value.keys() & self.whole.parameters.keys():
+                raise self._misfit(name, f"{twice!r} is an argument of its own")
+            return {key: self._convert(name, item) for key, item in value.items()}
+        return self._convert(name, value)
 
     def _convert(self, name: str, value: Any) -> Any:
         type_ = self.types.get(name, Any)
         if type_ is Any:
             return value
         try:
-            return msgspec.convert(value, type_, dec_hook=_from_json)
-        except (msgspec.ValidationError, ValueError, TypeError) as error:
-            raise InvalidJob(f"{self.name}: argument {name!r}: {error}.", field="data") from None
+            return msgspec.convert(value, type_, str_keys=True, dec_hook=_from_json)
+        except Exception as error:  # validators of the user's own types may raise anything
+            raise self._misfit(name, str(error) or type(error).__name__) from None
+
+    def _misfit(self, name: str, why: str) -> InvalidJob:
+        return InvalidJob(f"{self.name}: argument {name!r}: {why.rstrip('.')}.", field="data")
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -115,7 +136,7 @@ def to_json(value: Any, name: str) -> Any:
     """A value as JSON's own types: dataclasses, datetimes, UUIDs, enums, structs and pydantic models."""
     try:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_to_builtin)
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # a user's own type may raise anything
         raise InvalidJob(f"argument {name!r}: {error}.", field="data") from None
 
 
@@ -123,7 +144,10 @@ def encode_result(value: Any, limit: int) -> str | None:
     """A handler's result as JSON text. Raises `InvalidJob` for what JSON cannot hold."""
     if value is None:
         return None
-    plain = to_json(value, "return value")
+    try:
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_to_builtin)
+    except Exception as error:
+        raise InvalidJob(f"{error}.", field="result") from None
     return bytes(memoryview(payload.encode_data(plain, limit))).decode()
 
 
@@ -132,8 +156,8 @@ def decode_result(value: Any, type_: Any) -> Any:
     if value is None or not _is_supported(type_):
         return value
     try:
-        return msgspec.convert(value, type_, dec_hook=_from_json)
-    except (msgspec.ValidationError, ValueError, TypeError):
+        return msgspec.convert(value, type_, str_keys=True, dec_hook=_from_json)
+    except Exception:
         return value
 
 
@@ -141,14 +165,53 @@ def _to_builtin(value: Any) -> Any:
     dump = getattr(value, "model_dump", None)
     if dump is not None:
         return dump(mode="json")
+    if isinstance(value, PurePath):
+        return str(value)
     raise TypeError(f"a {type(value).__name__} cannot be stored as JSON")
 
 
-def _from_json(type_: type, value: Any) -> Any:
-    validate = getattr(type_, "model_validate", None)
+def _from_json(type_: Any, value: Any) -> Any:
+    # As JSON, where also a strict model takes a text for a datetime.
+    validate = getattr(type_, "model_validate_json", None)
     if validate is not None:
-        return validate(value)
-    raise TypeError(f"cannot make a {type_.__name__} from JSON")
+        return validate(msgspec.json.encode(value))
+    if isinstance(type_, type) and issubclass(type_, PurePath) and isinstance(value, str):
+        return type_(value)
+    raise TypeError(f"cannot make a {getattr(type_, '__name__', type_)} from JSON")
+
+
+def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    with contextlib.suppress(Exception):
+        return get_type_hints(function, include_extras=True)
+    # One of them has no name here, perhaps as it was imported under TYPE_CHECKING: each by itself.
+    bare = inspect.unwrap(function)
+    hints: dict[str, Any] = {}
+    for parameter, annotation in inspect.get_annotations(bare).items():
+        one = types.SimpleNamespace(__annotations__={parameter: annotation})
+        try:
+            hints |= get_type_hints(one, getattr(bare, "__globals__", {}), include_extras=True)
+        except Exception:
+            if parameter != "return" and not _names_context(annotation):
+                logger.warning(
+                    "an annotation cannot be resolved, so the argument is passed as JSON gives it",
+                    extra={"task": name, "argument": parameter, "annotation": str(annotation)},
+                )
+    return hints
+
+
+def _is_context(annotation: Any, context_type: type) -> bool:
+    if isinstance(annotation, str):
+        return _names_context(annotation)
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return context_type in get_args(annotation)
+    return annotation is context_type
+
+
+def _names_context(annotation: Any) -> bool:
+    """Whether an annotation that could not be resolved says `Context`, `Context | None` and so on."""
+    return isinstance(annotation, str) and any(
+        part.strip().rpartition(".")[2] == "Context" for part in annotation.split("|")
+    )
 
 
 def _is_supported(type_: Any) -> bool:

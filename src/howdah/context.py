@@ -99,10 +99,9 @@ class Context:
 
         Raises `Aborted` when the job was cancelled, its lease lost or its time is up."""
         self.check()
-        if percent is not None:
-            self._percent = max(self._percent, min(100, max(0, int(percent))))
+        self._percent = max(self._percent, payload.clean_percent(percent) or 0)
         if stage is not None:
-            self._stage = payload.clean_text(str(stage), payload.STAGE_LIMIT)
+            self._stage = payload.clean_text(stage, payload.STAGE_LIMIT)
         if self._sink is not None:
             self._sink.progress(self.id, self._percent, self._stage)
 
@@ -111,11 +110,11 @@ class Context:
         self.check()
         if self._sink is not None:
             text = payload.clean_json({} if data is None else data)
-            self._sink.event(self.id, payload.clean_text(str(kind) or "event", 100), text)
+            self._sink.event(self.id, payload.clean_text(kind, 100) or "event", text)
 
     def log(self, text: str) -> None:
         """Append a line of text to the job's stream."""
-        self.event("log", {"text": str(text)})
+        self.event("log", {"text": text})
 
     def completion(self) -> Claim:
         """This run's fence, for `queue.complete(ctx.completion(), conn=…)`: the job then ends in your own

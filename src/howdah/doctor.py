@@ -3,10 +3,10 @@ check stands alone: one that cannot be made (a role without the right to look, s
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
 import psycopg
 
@@ -65,6 +65,10 @@ class Doctor:
         for name, check in checks:
             try:
                 yield check()
+            except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+                yield Finding(name, "problem", f'"{self._schema}" has no Howdah tables',
+                              "Run `howdah migrate`, or name the schema with --schema.")  # fmt: skip
+                return
             except psycopg.Error as error:
                 reason = (error.diag.message_primary or str(error)).strip()
                 yield Finding(name, "unknown", f"could not be looked at: {reason}")
@@ -112,7 +116,7 @@ class Doctor:
         return Finding("durability", "ok", "commits are durable")
 
     def _listen(self) -> Finding:
-        channel = f"{self._schema}:doctor:{time.monotonic_ns()}"
+        channel = f"howdah:doctor:{uuid4().hex[:12]}"
         self._conn.execute(f'LISTEN "{channel}"'.encode())
         self._rows("SELECT pg_notify($1::text, '')", channel)
         heard = any(True for _ in self._conn.notifies(timeout=2, stop_after=1))

@@ -4,63 +4,81 @@ lease is kept alive by a heartbeat; if the process dies, the lease ends and a wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import msgspec
 
 from howdah import payload
 from howdah.arguments import decode_result
 from howdah.context import Context
-from howdah.errors import LeaseLost, TaskInFlight
+from howdah.errors import HowdahError, InvalidOption, LeaseLost, TaskInFlight
 from howdah.execution import aexecute, execute
 from howdah.heartbeat import Heartbeat, Run
-from howdah.model import Claim, Job, NewJob
-from howdah.outcome import Cancelled, Completed, Failed, Lost, Outcome, Released, Settled
+from howdah.model import Claim, Job, NewJob, request_id
+from howdah.outcome import (
+    NOT_COMMITTED,
+    Cancelled,
+    Completed,
+    Failed,
+    Lost,
+    Outcome,
+    Released,
+    Settled,
+)
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
     from howdah.app import App, Task
-    from howdah.statements import Statement
 
 
 def run(task: Task[..., Any], job: NewJob) -> Any:
-    """Run a sync task here and now."""
+    """Run a task here and now; an `async def` in an event loop made for it."""
+    if task.options.run_in == "async":
+        if _is_in_a_loop():
+            raise InvalidOption(f"{task.name} is an async def: in an event loop, await its arun().")
+        return asyncio.run(arun(task, job))
     begun = _begin(task.app, job)
     if isinstance(begun, Job):
         return _stored(task, begun)
-    context, heartbeat = _start(task, job, begun)
-    try:
-        outcome = execute(task, context)
-    finally:
-        heartbeat.stop()
-    return _end(task, begun, outcome)
+    attempt = _Attempt(task, job, begun)
+    outcome = execute(task, attempt.context)
+    return attempt.end(outcome)
 
 
 async def arun(task: Task[..., Any], job: NewJob) -> Any:
-    """Run an async task here and now; the few statements around it go through a thread."""
+    """Run a task here and now; the few statements around it go through a thread."""
+    if task.options.run_in != "async":
+        return await asyncio.to_thread(run, task, job)
     begun = await asyncio.to_thread(_begin, task.app, job)
     if isinstance(begun, Job):
         return _stored(task, begun)
-    context, heartbeat = _start(task, job, begun)
+    attempt = _Attempt(task, job, begun)
     try:
-        if task.options.run_in == "async":
-            outcome = await aexecute(task, context)
-        else:
-            outcome = await asyncio.to_thread(execute, task, context)
-    finally:
-        await asyncio.to_thread(heartbeat.stop)
-    return await asyncio.to_thread(_end, task, begun, outcome)
+        outcome = await attempt.execute()
+    except asyncio.CancelledError:
+        # The caller has lost interest, and the job goes on: a worker takes it over now, instead of when
+        # the lease has ended.
+        await asyncio.shield(asyncio.to_thread(attempt.write, Released(0.0, "cancelled")))
+        raise
+    return await asyncio.to_thread(attempt.end, outcome)
+
+
+def _is_in_a_loop() -> bool:
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        return True
+    return False
 
 
 def _begin(app: App, job: NewJob) -> Claim | Job:
     """The claim of a new job, or the job that holds the idempotency key."""
-    encoded = app.queue._do.encode(job)
     statement = app.statements.enqueue_and_claim(
-        msgspec.json.encode(encoded).decode(),
+        msgspec.json.encode(app.queue._do.encode(job)).decode(),
         app.queue._do.worker_id,
         app.lease,
         app.idempotency_ttl,
+        uuid4(),
     )
     job_id, lease_id = app.queue._store.run(statement)
     return app.queue.get(job_id) if lease_id is None else Claim(job_id, lease_id)
@@ -72,61 +90,86 @@ def _stored(task: Task[..., Any], job: Job) -> Any:
     return task.read_result(job)
 
 
-def _start(task: Task[..., Any], job: NewJob, claim: Claim) -> tuple[Context, Heartbeat]:
-    app = task.app
-    context_slot: list[Run] = []
+class _Attempt:
+    """The first attempt, here; its lease is kept from now on."""
 
-    def on_abort(run: Run, why: str) -> None:
-        context_slot[0].abort = why
+    def __init__(self, task: Task[..., Any], job: NewJob, claim: Claim) -> None:
+        app = task.app
+        self._task = task
+        self._claim = claim
+        self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Outcome]] | None = None
+        self._heartbeat = Heartbeat(app.queue._store, app.statements, app.lease, self._on_abort)
+        self.context = Context(
+            id=claim.id,
+            job_type=task.name,
+            queue=job.queue,
+            data=job.data,
+            max_attempts=job.max_attempts,
+            request_id=job.request_id or request_id.get(),
+            idempotency_key=job.idempotency_key,
+            lease_id=claim.lease_id,
+            timeout=task.options.timeout,
+            sink=self._heartbeat,
+        )
+        self._run = Run(claim.id, claim.lease_id, job, task, self.context)
+        self._heartbeat.add(self._run)
+        self._heartbeat.start()
 
-    heartbeat = Heartbeat(app.queue._store, app.statements, app.lease, on_abort)
-    context = Context(
-        id=claim.id,
-        job_type=task.name,
-        queue=job.queue,
-        data=job.data,
-        max_attempts=job.max_attempts,
-        request_id=job.request_id,
-        idempotency_key=job.idempotency_key,
-        lease_id=claim.lease_id,
-        timeout=task.options.timeout,
-        sink=heartbeat,
-    )
-    run = Run(claim.id, claim.lease_id, job, task, context)
-    context_slot.append(run)
-    heartbeat.add(run)
-    heartbeat.start()
-    return context, heartbeat
+    async def execute(self) -> Outcome:
+        """Run an async handler, in an asyncio task of its own that an abort can cancel."""
+        work = asyncio.create_task(aexecute(self._task, self.context))
+        self._work = (asyncio.get_running_loop(), work)
+        return await work
 
+    def _on_abort(self, run: Run, why: str) -> None:
+        # In the heartbeat's thread. A sync handler is told at its next call of the context.
+        if self._work is not None:
+            loop, work = self._work
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(work.cancel)
 
-def _end(task: Task[..., Any], claim: Claim, outcome: Outcome) -> Any:
-    """Write the outcome, and give the result or raise what the caller should see."""
-    store, statements = task.app.queue._store, task.app.statements
-    ids, leases = [claim.id], [claim.lease_id]
-    statement: Statement[list[UUID]]
-    match outcome:
-        case Completed(result):
-            statement = statements.complete_jobs(ids, leases, [result])
-        case Failed(error, trace, retry_in):
-            pause = None if retry_in is None else payload.to_timedelta(retry_in, "retry")
-            statement = statements.fail_jobs(
-                ids, leases, [error], [None], [pause], tracebacks=[trace]
-            )
-        case Released(delay, _):
-            statement = statements.release_jobs(ids, leases, payload.to_timedelta(delay, "delay"))
-        case Cancelled(reason):
-            statement = statements.stop_jobs(ids, leases, [reason])
-        case Lost() | Settled():
-            statement = statements.stop_jobs([], [], [])
-    accepted = store.run(statement)
-    if isinstance(outcome, Lost) or (not accepted and not isinstance(outcome, Settled)):
-        raise LeaseLost(ids)
-    match outcome:
-        case Completed(result):
-            value = None if result is None else payload.decode(result)
-            return decode_result(value, task.arguments.returns)
-        case Failed(cause=BaseException() as cause):
-            raise cause
-        case Released():
-            raise TaskInFlight(claim.id)
-    return task.read_result(task.app.queue.get(claim.id))
+    def write(self, outcome: Outcome) -> bool:
+        """Write the outcome, and whether it was accepted."""
+        self._run.finishing = True
+        self._heartbeat.stop()
+        store, statements = self._task.app.queue._store, self._task.app.statements
+        ids, leases = [self._claim.id], [self._claim.lease_id]
+        match outcome:
+            case Completed(result):
+                statement = statements.complete_jobs(ids, leases, [result])
+            case Failed(error, trace, retry_in):
+                pause = None if retry_in is None else payload.to_timedelta(retry_in, "retry")
+                statement = statements.fail_jobs(
+                    ids, leases, [error], [None], [pause], tracebacks=[trace]
+                )
+            case Settled():
+                # Refused if the handler's transaction committed; else the attempt has failed.
+                again = payload.to_timedelta(1, "retry")
+                statement = statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [again])
+            case Released(delay, _):
+                pause = payload.to_timedelta(delay, "delay")
+                statement = statements.release_jobs(ids, leases, pause)
+            case Cancelled(reason):
+                statement = statements.stop_jobs(ids, leases, [reason])
+            case Lost():
+                return False
+        return bool(store.run(statement))
+
+    def end(self, outcome: Outcome) -> Any:
+        """Write the outcome, and give the result or raise what the caller should see."""
+        accepted = self.write(outcome)
+        match outcome:
+            case Settled() if accepted:
+                raise HowdahError(f"job {self._claim.id}: {NOT_COMMITTED}.")
+            case Settled():
+                pass
+            case _ if not accepted:
+                raise LeaseLost([self._claim.id]) from getattr(outcome, "cause", None)
+            case Completed(result):
+                value = None if result is None else payload.decode(result)
+                return decode_result(value, self._task.arguments.returns)
+            case Failed(cause=BaseException() as cause):
+                raise cause
+            case Released():
+                raise TaskInFlight(self._claim.id)
+        return self._task.read_result(self._task.app.queue.get(self._claim.id))

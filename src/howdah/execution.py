@@ -44,12 +44,13 @@ TRACEBACK_LIMIT = 16 * 1024
 def execute(task: Task[..., Any], context: Context) -> Outcome:
     """Run a sync handler here."""
     try:
-        args, kwargs = _arguments(task, context)
+        args, kwargs = task.arguments.unpack(context.data, context)
         with _entered(context), contextlib.ExitStack() as stack:
             for middleware in task.app.middlewares:
                 if not inspect.isasyncgenfunction(middleware):
                     stack.enter_context(contextlib.contextmanager(middleware)(context))
             context.check()
+            value = None  # of a run whose exception a middleware keeps to itself
             value = task.function(*args, **kwargs)
         return _succeeded(task, context, value)
     except BaseException as error:
@@ -59,9 +60,10 @@ def execute(task: Task[..., Any], context: Context) -> Outcome:
 async def aexecute(task: Task[..., Any], context: Context) -> Outcome:
     """Run an async handler in this event loop, within the task's time limit."""
     try:
-        args, kwargs = _arguments(task, context)
+        args, kwargs = task.arguments.unpack(context.data, context)
         with _entered(context):
             if task.app.middlewares:
+                value = None  # of a run whose exception a middleware keeps to itself
                 async with contextlib.AsyncExitStack() as stack:
                     for middleware in task.app.middlewares:
                         if inspect.isasyncgenfunction(middleware):
@@ -74,8 +76,9 @@ async def aexecute(task: Task[..., Any], context: Context) -> Outcome:
                 value = await _limited(task, context, args, kwargs)
         return _succeeded(task, context, value)
     except asyncio.CancelledError as error:
-        if context.abort is None:
-            raise  # not about this job: the worker itself is being cancelled
+        current = asyncio.current_task()
+        if context.abort is None and current is not None and current.cancelling():
+            raise  # not about this job: whoever runs it is being cancelled
         return judge(task, context, error)
     except BaseException as error:
         return judge(task, context, error)
@@ -95,13 +98,6 @@ async def _limited(
             context.abort = context.abort or "timeout"
             raise Aborted(context.abort) from None
         raise
-
-
-def _arguments(task: Task[..., Any], context: Context) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = task.arguments.unpack(context.data)
-    if task.arguments.context is not None:
-        kwargs[task.arguments.context] = context
-    return args, kwargs
 
 
 @contextlib.contextmanager
@@ -127,7 +123,14 @@ def _succeeded(task: Task[..., Any], context: Context, value: Any) -> Outcome:
 
 
 def judge(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
-    """The outcome that an exception stands for."""
+    """The outcome that an exception stands for. Never raises, whatever the exception does."""
+    try:
+        return _judge(task, context, error)
+    except BaseException as second:
+        return Failed(payload.describe_error(second), _trace(error), None, error)
+
+
+def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
     if isinstance(error, asyncio.CancelledError) and context.abort is not None:
         error = Aborted(context.abort)
     match error:
@@ -138,15 +141,16 @@ def judge(task: Task[..., Any], context: Context, error: BaseException) -> Outco
         case Aborted(why="cancelled"):
             return Cancelled("cancelled while it ran")
         case Aborted(why="timeout"):
-            return _failed(
-                task, context, TimeoutError(f"timed out after {task.options.timeout:g} s")
-            )
+            limit = task.options.timeout or 0
+            return _failed(task, context, TimeoutError(f"timed out after {limit:g} s"))
         case Snooze():
             return _snoozed(error)
         case Cancel():
-            return Cancelled(payload.clean_text(str(error.reason), payload.ERROR_LIMIT))
+            return Cancelled(payload.clean_text(error.reason, payload.ERROR_LIMIT))
         case Fail() | InvalidJob():
             return Failed(payload.describe_error(error), _trace(error), None, error)
+        case _ if context.abort == "shutdown":
+            return Released(0.0, "shutdown")  # it was interrupted, whatever it made of that
         case _:
             return _failed(task, context, error)
 
@@ -161,7 +165,9 @@ def _snoozed(error: Snooze) -> Outcome:
 def _failed(task: Task[..., Any], context: Context, error: BaseException) -> Failed:
     try:
         pause = task.options.retry.seconds(context.attempt, error)
-    except Exception:
+        if pause is not None:
+            pause = payload.to_timedelta(pause, "the pause").total_seconds()
+    except BaseException:
         logger.warning(
             "a retry policy failed; the job is tried again in 10 s",
             exc_info=True,

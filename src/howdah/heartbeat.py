@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from howdah import faults
+from howdah.errors import DatabaseUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.context import Context
-    from howdah.statements import Statement, Statements
+    from howdah.statements import Statement
     from howdah.store import Store
+    from howdah.worker_statements import WorkerStatements
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,12 @@ class Run:
     dirty: bool = False
     settled: bool = False
     abort: str | None = None
+    buffered: float = 0.0
+    on_written: Callable[[], None] | None = None
+
+
+Reported: TypeAlias = tuple[Run, str, str]
+"""An event: whose, its kind, and its data as JSON text."""
 
 
 class Heartbeat:
@@ -52,7 +60,7 @@ class Heartbeat:
     def __init__(
         self,
         store: Store,
-        statements: Statements,
+        statements: WorkerStatements,
         lease: timedelta,
         on_abort: Callable[[Run, str], None],
         on_beat: Callable[[], Statement[Any] | None] = lambda: None,
@@ -65,8 +73,11 @@ class Heartbeat:
         self._runs: dict[UUID, Run] = {}
         self._progress: dict[UUID, tuple[int | None, str | None]] = {}
         self._shown: dict[UUID, str | None] = {}
-        self._events: list[tuple[UUID, str, str]] = []
-        self._flushing = threading.Lock()
+        self._events: list[Reported] = []
+        self._buffering = threading.Lock()  # never held across a statement
+        self._sending = (
+            threading.Lock()
+        )  # reports and leases: one must not skip a row for the other
         self._wake = threading.Event()
         self._beat_now = False
         self._beaten = time.monotonic()
@@ -92,9 +103,10 @@ class Heartbeat:
 
     def remove(self, run: Run) -> None:
         """Let go of a job."""
-        if self._runs.get(run.id) is run:
-            del self._runs[run.id]
-        self._shown.pop(run.id, None)
+        with self._buffering:
+            if self._runs.get(run.id) is run:
+                del self._runs[run.id]
+                self._shown.pop(run.id, None)
 
     def runs(self) -> list[Run]:
         """Everything in flight."""
@@ -103,6 +115,15 @@ class Heartbeat:
     def age(self) -> float:
         """Seconds since the database last answered a heartbeat."""
         return time.monotonic() - self._beaten
+
+    @property
+    def period(self) -> float:
+        """Seconds between two beats."""
+        return min(self._lease.total_seconds() / 3, LONGEST_PERIOD)
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     def poke(self) -> None:
         """Look at the leases now: somebody was cancelled or taken over."""
@@ -113,18 +134,25 @@ class Heartbeat:
 
     def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
         """Buffer progress. A first report and a new stage are sent at once, the rest twice a second."""
-        self._progress[job_id] = (percent, stage)
-        urgent = self._shown.get(job_id, "") != stage
-        self._shown[job_id] = stage
-        self._schedule(FLUSH_URGENT if urgent else FLUSH)
+        with self._buffering:
+            run = self._runs.get(job_id)
+            if run is None:
+                return  # it has ended: a thread that was given up still reports
+            run.dirty = True
+            self._progress[job_id] = (percent, stage)
+            urgent = self._shown.get(job_id, "") != stage
+            self._shown[job_id] = stage
+            self._schedule(FLUSH_URGENT if urgent else FLUSH)
 
     def event(self, job_id: UUID, kind: str, data: str) -> None:
         """Buffer an event."""
-        run = self._runs.get(job_id)
-        if run is not None:
+        with self._buffering:
+            run = self._runs.get(job_id)
+            if run is None:
+                return
             run.dirty = True
-        self._events.append((job_id, kind, data))
-        self._schedule(FLUSH_URGENT)
+            self._events.append((run, kind, data))
+            self._schedule(FLUSH_URGENT)
 
     def settle(self, job_id: UUID) -> None:
         """The handler completes this job itself."""
@@ -140,14 +168,30 @@ class Heartbeat:
 
     def flush(self) -> None:
         """Send buffered progress and events now. Also called before an outcome is written, so that
-        nothing a handler reported is lost or comes after its end."""
-        with self._flushing:
-            self._flush_at = float("inf")
-            progress, self._progress = self._progress, {}
-            events, self._events = self._events, []
-            live = dict(self._runs)
-            self._send_progress([(live[i], p, s) for i, (p, s) in progress.items() if i in live])
-            self._send_events([(live[i], kind, data) for i, kind, data in events if i in live])
+        nothing a handler reported is lost or comes after its end. What the database did not take, for
+        it could not be reached, stays buffered."""
+        with self._sending:
+            with self._buffering:
+                self._flush_at = float("inf")
+                progress, self._progress = self._progress, {}
+                events, self._events = self._events, []
+                live = dict(self._runs)
+            reports = [
+                (live[i], percent, stage) for i, (percent, stage) in progress.items() if i in live
+            ]
+            try:
+                self._send_progress(reports)
+                progress = {}
+                events = self._send_events([each for each in events if each[0].id in live])
+            finally:
+                with self._buffering:
+                    self._progress = progress | self._progress
+                    self._events = events + self._events
+                    if self._progress or any(not run.settled for run, _, _ in self._events):
+                        self._schedule(FLUSH)
+                    waiting = {*self._progress, *(run.id for run, _, _ in self._events)}
+                    for run in live.values():
+                        run.dirty = run.dirty and run.id in waiting
 
     def _send_progress(self, reports: list[tuple[Run, int | None, str | None]]) -> None:
         if not reports:
@@ -161,42 +205,83 @@ class Heartbeat:
         answers = self._store.run(statement)
         self._judge(answers)
         skipped = {job_id for job_id, reported, mine, _ in answers if mine and not reported}
-        for run, percent, stage in reports:
-            # Its row was locked: once more, unless there is something newer.
-            if run.id in skipped and run.id not in self._progress:
-                self._progress[run.id] = (percent, stage)
-                self._schedule(FLUSH)
+        with self._buffering:
+            for run, percent, stage in reports:
+                # Its row was locked: once more, unless there is something newer.
+                if run.id in skipped and not run.finishing:
+                    self._progress.setdefault(run.id, (percent, stage))
 
-    def _send_events(self, events: list[tuple[Run, str, str]]) -> None:
-        if events:
-            statement = self._statements.add_events(
-                [run.id for run, _, _ in events],
-                [run.lease_id for run, _, _ in events],
-                [kind for _, kind, _ in events],
-                [data for _, _, data in events],
+    def _send_events(self, events: list[Reported]) -> list[Reported]:
+        """Send events; gives those that must wait."""
+        # A run that completes itself may have locked its row: its events wait until it has ended.
+        waiting = [each for each in events if each[0].settled and not each[0].finishing]
+        now = [each for each in events if not (each[0].settled and not each[0].finishing)]
+        accepted = self._add(self._statements.add_events, now)
+        refused = [each for each in now if each[0].id not in accepted]
+        late = [each for each in refused if each[0].settled]
+        accepted |= self._add(self._statements.add_late_events, late)
+        return waiting + [
+            (run, kind, data)
+            for run, kind, data in refused
+            # Locked for the moment. If the lease is lost, the next beat will tell.
+            if run.id not in accepted and not run.finishing and run.abort != "lost"
+        ]
+
+    def _add(
+        self, statement: Callable[..., Statement[list[UUID]]], events: list[Reported]
+    ) -> set[UUID]:
+        if not events:
+            return set()
+        try:
+            return set(
+                self._store.run(
+                    statement(
+                        [run.id for run, _, _ in events],
+                        [run.lease_id for run, _, _ in events],
+                        [kind for _, kind, _ in events],
+                        [data for _, _, data in events],
+                    )
+                )
             )
-            self._store.run(statement)
+        except DatabaseUnreachable:
+            raise
+        except Exception:
+            if len(events) == 1:
+                run, kind, _ = events[0]
+                logger.warning(
+                    "an event was refused by the database",
+                    exc_info=True,
+                    extra={"job_id": str(run.id), "kind": kind},
+                )
+                return {run.id}
+        middle = len(events) // 2
+        return self._add(statement, events[:middle]) | self._add(statement, events[middle:])
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────────
 
     def _loop(self) -> None:
-        period = min(self._lease.total_seconds() / 3, LONGEST_PERIOD)
+        period = self.period
         beat_at = time.monotonic() + period
         while True:
             self._wake.wait(max(0.0, min(beat_at, self._flush_at) - time.monotonic()))
             self._wake.clear()
-            try:
-                if time.monotonic() >= self._flush_at or self._stopping:
-                    self.flush()
-                if self._beat_now or time.monotonic() >= beat_at:
-                    self._beat_now = False
-                    beat_at = time.monotonic() + period
-                    self.beat()
-            except Exception:
-                logger.warning("the heartbeat failed and will try again", exc_info=True)
-                beat_at = time.monotonic() + min(1.0, period)
+            if time.monotonic() >= self._flush_at or self._stopping:
+                self._try(self.flush)
+            if self._beat_now or time.monotonic() >= beat_at:
+                self._beat_now = False
+                succeeded = self._try(self.beat)
+                beat_at = time.monotonic() + (period if succeeded else min(1.0, period))
             if self._stopping:
                 return
+
+    def _try(self, step: Callable[[], None]) -> bool:
+        # Each by itself: a report that cannot be written must not cost a lease.
+        try:
+            step()
+        except Exception:
+            logger.warning("the heartbeat failed and will try again", exc_info=True)
+            return False
+        return True
 
     def beat(self) -> None:
         """Extend every lease, in one statement."""
@@ -204,19 +289,18 @@ class Heartbeat:
         now = time.monotonic()
         runs = self.runs()
         if runs:
-            self._judge(
-                self._store.run(
-                    self._statements.extend_jobs(
-                        [run.id for run in runs],
-                        [run.lease_id for run in runs],
-                        self._lease,
-                        [None if run.started is None else now - run.started for run in runs],
-                    )
-                )
+            statement = self._statements.extend_jobs(
+                [run.id for run in runs],
+                [run.lease_id for run in runs],
+                self._lease,
+                [None if run.started is None else now - run.started for run in runs],
             )
-        statement = self._on_beat()
-        if statement is not None:
-            self._store.run(statement)
+            with self._sending:
+                answers = self._store.run(statement)
+            self._judge(answers)
+        touch = self._on_beat()
+        if touch is not None:
+            self._store.run(touch)
         self._beaten = time.monotonic()
         faults.reach("after-heartbeat")
 

@@ -4,8 +4,8 @@ only, and never counts finished rows; rates come from what workers roll up thems
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from howdah.errors import JobNotFound, did_you_mean
 from howdah.model import Job, Status
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.statements import Rows
-    from howdah.store import Store
 
 T = TypeVar("T")
 
@@ -80,16 +79,27 @@ class WorkerInfo:
         return self.seen_ago < ALIVE
 
 
-class Insight:
-    """The questions, on one schema."""
+class Runner(Protocol):
+    """Who runs statements: a `Store`, or a single connection."""
 
-    def __init__(self, store: Store, schema: str) -> None:
-        self._run = store.run
+    def run(self, statement: Statement[T]) -> T:
+        """Run one statement and read its answer."""
+
+
+class Questions:
+    """Statements made up on the spot, on one schema: `{s}` stands for its name."""
+
+    def __init__(self, runner: Runner, schema: str) -> None:
+        self._run = runner.run
         self._statements = Statements(schema)
         self._s = quote_schema(schema)
 
     def _ask(self, text: str, *parameters: Any, decode: Callable[[Rows], T]) -> T:
         return self._run(Statement(text.replace("{s}", self._s), parameters, decode))
+
+
+class Insight(Questions):
+    """What goes on in a queue, and why."""
 
     # ── lanes and workers ─────────────────────────────────────────────────────────────────────────
 
@@ -170,6 +180,37 @@ class Insight:
             decode=lambda rows: [(r[0], r[1]) for r in rows],
         )
 
+    def lane_rates(self, buckets: int = 30) -> dict[tuple[str, str], list[int]]:
+        """What each queue and job type ended in each of the last buckets of ten seconds, oldest first."""
+        rates: dict[tuple[str, str], list[int]] = {}
+
+        def fill(rows: Rows) -> dict[tuple[str, str], list[int]]:
+            for queue, job_type, age, ended in rows:
+                counts = rates.setdefault((queue, job_type), [0] * buckets)
+                if 0 <= age < buckets:
+                    counts[buckets - 1 - age] = ended
+            return rates
+
+        return self._ask(
+            """
+            SELECT queue, job_type,
+                   floor(extract(epoch FROM b.this - bucket) / 10)::int,
+                   sum(completed + failed + retried + cancelled)::bigint
+            FROM {s}.throughput
+            CROSS JOIN (
+                SELECT date_bin('10 seconds', clock_timestamp(), timestamptz '2000-01-01') AS this) AS b
+            WHERE bucket > b.this - $1::int * interval '10 seconds'
+            GROUP BY 1, 2, 3
+            """,
+            buckets,
+            decode=fill,
+        )
+
+    def now(self) -> datetime:
+        """What time it is there: the database's clock decides."""
+        now: datetime = self._ask("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
+        return now
+
     # ── one job ───────────────────────────────────────────────────────────────────────────────────
 
     def explain(self, job_id: UUID) -> Explanation:
@@ -177,7 +218,7 @@ class Insight:
         job = self._run(self._statements.get(job_id))
         if job is None:
             raise JobNotFound(job_id)
-        now: datetime = self._ask("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
+        now = self.now()
         if job.status.is_final:
             return Explanation(job=job, reasons=(_ended(job),))
         if job.status is not Status.PENDING:
@@ -215,6 +256,8 @@ class Insight:
     def _blocked(self, job: Job) -> list[Reason]:
         if not job.blockers:
             return []
+        if job.ordering_key is None:
+            return [Reason(code="blocked", text=f"{job.blockers} other job(s) must end before it")]
         holder = self._ask(
             "SELECT id, status, run_at FROM {s}.jobs WHERE ordering_key = $1::text AND holds_key",
             job.ordering_key,
@@ -230,7 +273,7 @@ class Insight:
         if job.run_at <= now:
             return []
         why = "it waits for its retry" if job.attempts else "it was scheduled"
-        text = f"{why}: due in {describe(job.run_at - now)}, at {job.run_at:%Y-%m-%d %H:%M:%S %Z}"
+        text = f"{why}: due in {describe(job.run_at - now)}, at {_clock(job.run_at)}"
         return [Reason(code="due-later", text=text)]
 
     def _nobody(self, job: Job) -> list[Reason]:
@@ -281,17 +324,26 @@ class Insight:
 
 
 def _ended(job: Job) -> Reason:
-    at = "" if job.completed_at is None else f" at {job.completed_at:%Y-%m-%d %H:%M:%S %Z}"
-    why = f": {job.last_error}" if job.status is not Status.COMPLETED and job.last_error else ""
-    return Reason(code=str(job.status), text=f"it {job.status} {at}{why}".replace("  ", " "))
+    at = "" if job.completed_at is None else f" at {_clock(job.completed_at)}"
+    verb = "was cancelled" if job.status is Status.CANCELLED else str(job.status)
+    lines = (
+        (job.last_error or "").strip().splitlines() if job.status is not Status.COMPLETED else []
+    )
+    return Reason(code=str(job.status), text=f"it {verb}{at}" + (f": {lines[0]}" if lines else ""))
+
+
+def _clock(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def describe(duration: timedelta) -> str:
-    """A duration in the unit a person would use: 3.2 s, 4 min, 2 h 5 min, 3 days."""
-    seconds = duration.total_seconds()
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes = int(seconds // 60)
+    """A duration in the unit a person would use: 12 ms, 3.2 s, 4 min, 2 h 5 min, 3 days."""
+    seconds = max(0.0, duration.total_seconds())
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"
     if minutes < 48 * 60:

@@ -63,7 +63,7 @@ class Listener:
             began = time.monotonic()
             try:
                 await self._listen()
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            except Exception as error:  # whatever broke it: subscribers poll meanwhile
                 logger.info("the listening connection broke", extra={"error": str(error)})
             finally:
                 self.healthy = False
@@ -73,6 +73,8 @@ class Listener:
 
     async def _listen(self) -> None:
         conn = await asyncpg.connect(self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT)
+        ended = asyncio.Event()
+        conn.add_termination_listener(lambda _: ended.set())
         try:
             for channel in CHANNELS:
                 await conn.add_listener(f"{self._schema}:{channel}", self._tell)
@@ -88,7 +90,8 @@ class Listener:
                     self.healthy = True
                 except TimeoutError:
                     self.healthy = False
-                await asyncio.sleep(PROBE_PERIOD)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), PROBE_PERIOD)
         finally:
             # Not close(): that would wait for a server that may be gone.
             conn.terminate()

@@ -57,6 +57,10 @@ class Settled:
 
 Outcome: TypeAlias = Completed | Failed | Released | Cancelled | Lost | Settled
 
+NOT_COMMITTED = (
+    "the handler returned, and the transaction that was to complete the job did not commit"
+)
+
 
 class Snooze(Exception):
     """Raise it to be run again after `delay` without using up an attempt."""

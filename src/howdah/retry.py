@@ -1,4 +1,4 @@
-"""When a failed job is tried again. Pure: the random number is an argument."""
+"""When a failed job is tried again. No I/O and no clock; only the jitter is left to chance."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ class Retry:
     delay: Delay
     on: Errors = (BaseException,)
     never_on: Errors = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.delay):
+            raise InvalidOption("delay must be a callable (attempt, error) -> seconds or None.")
+        for name, errors in (("on", self.on), ("never_on", self.never_on)):
+            each = errors if isinstance(errors, tuple) else (errors,)
+            if not all(isinstance(one, type) and issubclass(one, BaseException) for one in each):
+                raise InvalidOption(
+                    f"{name} is {errors!r}; it must be an exception class or a tuple of them."
+                )
 
     @classmethod
     def fixed(
@@ -61,11 +71,15 @@ class Retry:
         """`base` seconds, then `factor` times as long each time, up to `cap`; spread by ± `jitter` of
         it, so that jobs which failed together do not come back together."""
         _check(base=base, factor=factor, cap=cap, jitter=jitter)
+        if jitter > 1:
+            raise InvalidOption(f"jitter is {jitter!r}; it is a share, from 0 to 1.")
 
         def delay(attempt: int, error: BaseException) -> float:
-            # The exponent is bounded: a float overflows long before a cap is needed.
-            pause = min(base * factor ** min(attempt - 1, 64), cap)
-            return float(pause * (1 + jitter * (2 * random.random() - 1)))  # noqa: S311
+            try:
+                pause = min(base * float(factor) ** (attempt - 1), cap)
+            except OverflowError:
+                pause = cap if base else 0.0
+            return pause * (1 + jitter * (2 * random.random() - 1))  # noqa: S311
 
         return cls(delay, on, never_on)
 

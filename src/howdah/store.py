@@ -558,6 +558,9 @@ class AsyncStore:
                 # A time-out is an OSError too: who did not answer once is not asked again.
                 if is_connection_lost(error):
                     conn.terminate()
+                    if _is_ours(self._database):
+                        # Nor are its neighbours: each would take its own time to be found out.
+                        await pool.expire_connections()
                 raise
         return [
             statement.decode(answer) for statement, answer in zip(statements, rows, strict=True)

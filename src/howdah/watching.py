@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID, uuid4
 
+from howdah.errors import HowdahError
 from howdah.listener import Listener
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ class Watcher:
         statements, store = self._statements, self._queue._store
         woken = asyncio.Event()
         self._awaited.setdefault(job_id, set()).add(woken)
-        await self._listen()
         asked_until = 0.0
         seen: Job | None = None
-        last_event = 0
+        counted = last_event = 0
         try:
+            await self._listen()
             while True:
                 if time.monotonic() > asked_until:
                     asked_until = time.monotonic() + WATCH_FOR.total_seconds() / 2
@@ -97,7 +98,8 @@ class Watcher:
                 woken.clear()
                 job = await self._queue.get(job_id)
                 events: tuple[Event, ...] = ()
-                if job.events_count and (seen is None or job.events_count != seen.events_count):
+                if job.events_count != counted:
+                    counted = job.events_count
                     events = tuple(await self._queue.events(job_id, after=last_event))
                     last_event = events[-1].event_id if events else last_event
                 if seen is None or events or _differs(seen, job):
@@ -111,13 +113,19 @@ class Watcher:
             self._awaited[job_id].discard(woken)
             if not self._awaited[job_id]:
                 del self._awaited[job_id]
-                await store.run(statements.unwatch_jobs(self._name, [job_id]))
+                with contextlib.suppress(HowdahError):  # it expires by itself
+                    await store.run(statements.unwatch_jobs(self._name, [job_id]))
+
+    async def get(self, job_id: UUID) -> Job:
+        """The job as it is now."""
+        return await self._queue.get(job_id)
 
     async def close(self) -> None:
         """Stop listening."""
         if self._listener is not None:
             await self._listener.stop()
             self._listener = None
+        await self._queue.close()
 
 
 def _differs(one: Job, other: Job) -> bool:
@@ -129,32 +137,35 @@ def _differs(one: Job, other: Job) -> bool:
     )
 
 
+_left_by_parents: list[object] = []
+
+
 class Background:
-    """An event loop in a daemon thread, one per process, for sync callers."""
+    """An event loop in a daemon thread, one per process, for sync callers; started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
+        # The parent's loop is kept: its end would touch a selector and sockets that are the parent's.
+        _left_by_parents.append(self.loop)
         self._lock = threading.Lock()
-        self._loop = None
+        self.loop = None
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, started on first use."""
+    def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+            if self.loop is None:
+                self.loop = asyncio.new_event_loop()
                 threading.Thread(
-                    target=self._loop.run_forever, name="howdah-background", daemon=True
+                    target=self.loop.run_forever, name="howdah-background", daemon=True
                 ).start()
-            return self._loop
+            return self.loop
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for its result."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._started())
         try:
             return future.result()
         except BaseException:

@@ -128,14 +128,34 @@ class WorkerStatements(Statements):
         return Statement(f"SELECT * FROM {self._s}.takeover_jobs($1::uuid[])", (list(ids),), _ids)
 
     def enqueue_and_claim(
-        self, job: str, worker_id: str, lease: timedelta, idempotency_ttl: timedelta
+        self,
+        job: str,
+        worker_id: str,
+        lease: timedelta,
+        idempotency_ttl: timedelta,
+        lease_id: UUID,
     ) -> Statement[tuple[UUID, UUID | None]]:
         """Enqueue one job and claim it: (id, fence), with no fence if the key was taken."""
         return Statement(
-            f"SELECT id, lease_id FROM {self._s}.enqueue_and_claim($1::jsonb, $2::text, "
-            "$3::interval, $4::interval)",
-            (job, worker_id, lease, idempotency_ttl),
+            f"SELECT id, lease_id FROM {self._s}.enqueue_and_claim($1::text::jsonb, $2::text, "
+            "$3::interval, $4::interval, $5::uuid)",
+            (job, worker_id, lease, idempotency_ttl, lease_id),
             lambda rows: (rows[0][0], rows[0][1]),
+        )
+
+    def add_late_events(
+        self,
+        ids: Sequence[UUID],
+        lease_ids: Sequence[UUID],
+        kinds: Sequence[str],
+        datas: Sequence[str],
+    ) -> Statement[list[UUID]]:
+        """Append events to jobs that their handlers have completed themselves."""
+        return Statement(
+            f"SELECT * FROM {self._s}.add_late_events($1::uuid[], $2::uuid[], $3::text[], "
+            "$4::text[]::jsonb[])",
+            (list(ids), list(lease_ids), list(kinds), list(datas)),
+            _ids,
         )
 
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:

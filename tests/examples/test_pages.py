@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from blocks import LANGUAGES, Reader, blocks
+from blocks import LANGUAGES, blocks
+from reader import Reader
 
 from howdah.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,13 +47,22 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_a_reader_can_follow_the_page(page: Path, directory: Path) -> None:
+def test_a_reader_can_follow_the_page(
+    page: Path,
+    directory: Path,
+    make_database: Callable[[str | None], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    to_follow = [block for block in blocks(page) if not block.reason]
     variables = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    if to_follow and not any("howdah db start" in block.code for block in to_follow):
+        # A page that starts no server takes one for granted.
+        variables["DATABASE_URL"] = make_database(None)
+        monkeypatch.setenv("DATABASE_URL", variables["DATABASE_URL"])
     reader = Reader(directory, variables)
     try:
-        for block in blocks(page):
-            if not block.reason:
-                reader.follow(block)
+        for block in to_follow:
+            reader.follow(block)
     finally:
         reader.leave()
 

@@ -1,7 +1,8 @@
 """The `howdah` command. One module per group of commands; this one registers them.
 
 Commands raise HowdahError and nothing handles it but the group: one sentence on stderr, and an exit
-code for scripts (1, or 4 when the database does not answer; click's own is 2 for wrong usage).
+code for scripts: 1 an error, 2 wrong usage, 3 no such job, 4 the database does not answer, 5 the job that
+was waited for failed or was cancelled.
 """
 
 from __future__ import annotations
@@ -13,9 +14,43 @@ import click
 from howdah import __version__
 from howdah.cli.db import db
 from howdah.cli.demo import demo
+from howdah.cli.dev import dev_command
+from howdah.cli.enqueue import enqueue_command
+from howdah.cli.follow import wait_command, watch_command
+from howdah.cli.jobs import jobs_command, show_command
+from howdah.cli.live import tail_command, top_command
+from howdah.cli.look import doctor_command, explain_command, queues_command, workers_command
 from howdah.cli.migrate import migrate_command
+from howdah.cli.operate import (
+    cancel_command,
+    clear_command,
+    recover_command,
+    retry_command,
+    rm_command,
+)
+from howdah.cli.output import clean
+from howdah.cli.skill import skill
 from howdah.cli.worker import worker_command
-from howdah.errors import DatabaseUnreachable, HowdahError
+from howdah.errors import DatabaseUnreachable, HowdahError, JobCancelled, JobFailed, JobNotFound
+from howdah.search import AmbiguousId, NoSuchJob
+
+SECTIONS = {
+    "Run": (worker_command, dev_command, demo, enqueue_command),
+    "Look": (
+        top_command,
+        tail_command,
+        jobs_command,
+        show_command,
+        explain_command,
+        queues_command,
+        workers_command,
+        doctor_command,
+    ),
+    "Follow": (watch_command, wait_command),
+    "Operate": (retry_command, cancel_command, rm_command, recover_command, clear_command),
+    "Database": (db, migrate_command),
+    "Agents": (skill,),
+}
 
 
 class Commands(click.Group):
@@ -25,8 +60,35 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except HowdahError as error:
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(4 if isinstance(error, DatabaseUnreachable) else 1)
+            click.echo(f"Error: {clean(str(error))}", err=True)
+            ctx.exit(exit_code(error))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands by what they are for, the others last."""
+        sections = {title: [each.name or "" for each in group] for title, group in SECTIONS.items()}
+        known = {name for names in sections.values() for name in names}
+        sections["More"] = [name for name in self.list_commands(ctx) if name not in known]
+        for title, names in sections.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            rows = [(name, each.get_short_help_str(60)) for name, each in found if each is not None]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def exit_code(error: HowdahError) -> int:
+    """What a script is told."""
+    match error:
+        case AmbiguousId():
+            return 2
+        case JobNotFound() | NoSuchJob():
+            return 3
+        case DatabaseUnreachable():
+            return 4
+        case JobFailed() | JobCancelled():
+            return 5
+        case _:
+            return 1
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -35,5 +97,6 @@ def main() -> None:
     """Background jobs on the PostgreSQL you already have."""
 
 
-for command in (db, demo, migrate_command, worker_command):
-    main.add_command(command)
+for group in SECTIONS.values():
+    for command in group:
+        main.add_command(command)

@@ -24,23 +24,29 @@ def load_app(name: str) -> App:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and module_name.startswith(error.name):
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise InvalidOption(
                 f'there is no module "{module_name}" in {here} or on the Python path.'
             ) from None
         raise InvalidOption(f'importing "{module_name}" failed: {error}.') from error
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
+    except (Exception, SystemExit) as error:
         raise InvalidOption(
-            f'importing "{module_name}" failed: {type(error).__name__}: {error} '
-            f"({where.filename}:{where.lineno})."
+            f'importing "{module_name}" failed: {type(error).__name__}: {_describe(error)}.'
         ) from error
     found = getattr(module, attribute, None)
     if isinstance(found, App):
         return found
     apps = [key for key, value in vars(module).items() if isinstance(value, App)]
     if found is not None:
-        raise InvalidOption(f'"{name}" is a {type(found).__name__}, not an App.')
-    hint = did_you_mean(attribute, apps) or (f"; it has {', '.join(apps)}" if apps else "")
+        raise InvalidOption(f'"{name}" is not an App; its type is {type(found).__name__}.')
+    hint = did_you_mean(attribute, apps) or (f"; it has {', '.join(apps)}." if apps else ".")
     raise InvalidOption(f'module "{module_name}" has no app named "{attribute}"{hint}')
+
+
+def _describe(error: BaseException) -> str:
+    """What went wrong in the module and where."""
+    if isinstance(error, SyntaxError):
+        return f"{error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
+    return f"{error} ({where.filename}:{where.lineno})"

@@ -59,3 +59,4 @@ def set_up_logging(level: str, *, as_json: bool, colour: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else HumanFormatter(colour=colour))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,92 +18,113 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 0.25
-CALM = 5.0
+RESTART_PAUSE = 1.0
+KILL_AFTER = 10.0  # seconds past the grace period
+PARENT = "HOWDAH_SUPERVISOR"
 
 
 class Supervisor:
-    """Starts the children, starts dead ones again, and passes signals on."""
+    """Starts a child for each command, starts dead ones again, and passes signals on."""
 
-    def __init__(self, arguments: Sequence[str], count: int, *, reload: bool, grace: float) -> None:
-        self._command = [sys.executable, "-m", "howdah", *arguments]
-        self._count = count
+    def __init__(
+        self, commands: Sequence[Sequence[str]], *, reload: bool = False, grace: float
+    ) -> None:
+        self._commands = [[sys.executable, "-m", "howdah", *command] for command in commands]
         self._reload = reload
         self._grace = grace
         self._signals = 0
-        self._children: dict[subprocess.Popen[bytes], float] = {}
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._not_before = [0.0] * len(commands)
 
     def run(self) -> int:
         """Supervise until told to stop; the exit code of the worst child."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         seen = dict(_sources()) if self._reload else {}
-        not_before = 0.0
         while not self._signals:
             self._reap()
-            missing = self._count - len(self._children)
-            if missing > 0 and time.monotonic() >= not_before:
-                for _ in range(missing):
-                    self._start()
-                # A child that dies at once is not started again at once.
-                not_before = time.monotonic() + 1.0
+            self._start_missing()
             if self._reload and (now := dict(_sources())) != seen:
                 seen = now
                 logger.info("a source file changed; starting anew")
                 self._stop()
-                not_before = 0.0
+                self._not_before = [0.0] * len(self._commands)
             time.sleep(LOOK_EVERY)
         return self._stop()
 
-    def _start(self) -> None:
-        # A group of its own: Ctrl-C in the terminal reaches the supervisor only, who passes it on.
-        child = subprocess.Popen(self._command, process_group=0)  # noqa: S603 - our own command
-        self._children[child] = time.monotonic()
+    def _start_missing(self) -> None:
+        for index, command in enumerate(self._commands):
+            if index not in self._children and time.monotonic() >= self._not_before[index]:
+                # A group of its own: Ctrl-C in a terminal reaches the supervisor, who passes it on.
+                self._children[index] = subprocess.Popen(  # noqa: S603 - our own command
+                    command, process_group=0, env={**os.environ, PARENT: str(os.getpid())}
+                )
+                # One that dies at once is not started again at once.
+                self._not_before[index] = time.monotonic() + RESTART_PAUSE
 
     def _reap(self) -> None:
-        for child in list(self._children):
-            if child.poll() is not None:
-                lived = time.monotonic() - self._children.pop(child)
-                logger.warning(
-                    "a worker process ended and is started again",
-                    extra={"pid": child.pid, "status": child.returncode, "lived": f"{lived:.1f} s"},
-                )
+        for index, child in list(self._children.items()):
+            status = child.poll()
+            if status is None:
+                continue
+            del self._children[index]
+            fields = {"pid": child.pid, "status": status}
+            if self._reload and status > 0:
+                # It has said what is wrong with the code, and would say it again.
+                self._not_before[index] = float("inf")
+                logger.warning("the worker ended and waits for a file to change", extra=fields)
+            else:
+                logger.warning("a worker process ended and is started again", extra=fields)
 
     def _stop(self) -> int:
         """Ask every child to stop, wait for the grace period and a little, then kill."""
-        give_up = time.monotonic() + self._grace + CALM * 2
-        worst = 0
-        told = 0
+        give_up = time.monotonic() + self._grace + KILL_AFTER
+        worst = told = 0
         while self._children:
             if told < max(1, self._signals):
                 told += 1
-                for child in self._children:
-                    _send(child, signal.SIGTERM)
+                self._send(signal.SIGTERM)
             if time.monotonic() > give_up:
-                for child in self._children:
-                    _send(child, signal.SIGKILL)
-            for child in list(self._children):
+                self._send(signal.SIGKILL)
+            for index, child in list(self._children.items()):
                 if child.poll() is not None:
                     worst = worst or child.returncode
-                    del self._children[child]
+                    del self._children[index]
             time.sleep(0.02)
         return worst
+
+    def _send(self, number: signal.Signals) -> None:
+        for child in self._children.values():
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
 
 
-def _send(child: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        child.send_signal(number)
+def stop_with_supervisor() -> None:
+    """In a child: get a SIGTERM when the supervisor dies, even by SIGKILL."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None:
+        return
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, Linux only
+    if os.getppid() != int(parent):
+        raise SystemExit(1)  # it died before we asked
 
 
 def _sources() -> Iterator[tuple[str, int]]:
-    for directory, folders, files in os.walk(Path.cwd()):
-        folders[:] = [f for f in folders if not f.startswith(".") and f != "node_modules"]
+    for directory, folders, files in os.walk(os.curdir):
+        if "pyvenv.cfg" in files:
+            folders.clear()
+            continue
+        folders[:] = [
+            f for f in folders if f[0] != "." and f not in ("node_modules", "__pycache__")
+        ]
         for name in files:
             if name.endswith(".py"):
                 path = os.path.join(directory, name)
-                try:
+                with contextlib.suppress(FileNotFoundError):
                     yield path, os.stat(path).st_mtime_ns
-                except FileNotFoundError:
-                    continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -15,7 +16,8 @@ import click
 
 from howdah.cli.load import load_app
 from howdah.cli.logs import set_up_logging
-from howdah.cli.supervisor import Supervisor
+from howdah.cli.supervisor import Supervisor, stop_with_supervisor
+from howdah.errors import HowdahError
 from howdah.worker import Worker
 from howdah.worker.health import serve_health
 from howdah.worker.runner import CONCURRENCY, GRACE
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+
+LAST_PATIENCE = 8.0
 
 
 @click.command("worker")
@@ -41,7 +45,7 @@ logger = logging.getLogger(__name__)
     "--reload", is_flag=True, help="Start anew when a .py file below this directory changes."
 )
 @click.option("--health-port", type=click.IntRange(0, 65535),
-              help="Serve /live and /ready on this port of the loopback address.")  # fmt: skip
+              help="Serve /live and /ready here; with --processes, on this port and those after it.")  # fmt: skip
 @click.option(
     "--health-host", default="127.0.0.1", show_default=True, help="Where to serve health."
 )
@@ -65,40 +69,82 @@ def worker_command(
     SIGTERM or Ctrl-C stops it gracefully: it claims no more, gives back what has not started, and waits
     for what runs. A second one stops it at once.
     """
-    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     set_up_logging(log_level, as_json=log_json, colour=colour)
+    stop_with_supervisor()
+    names = _names(queues)
     if reload or processes > 1:
-        arguments = ["worker", app_name, "--concurrency", str(concurrency), "--grace", str(grace)]
-        arguments += ["--log-level", log_level]
-        arguments += ["--queues", queues] if queues else []
-        arguments += ["--log-json"] if log_json else []
-        if health_port is not None and processes == 1:
-            arguments += ["--health-port", str(health_port), "--health-host", health_host]
-        raise SystemExit(Supervisor(arguments, processes, reload=reload, grace=grace).run())
+        if not reload:
+            load_app(app_name)  # a wrong name is told once, by us, and not for ever by the children
+        common = ["worker", app_name, "--concurrency", str(concurrency), "--grace", str(grace)]
+        common += ["--log-level", log_level]
+        common += ["--queues", ",".join(names)] if names else []
+        common += ["--log-json"] if log_json else []
+        commands = [
+            [*common, *_health_options(health_host, health_port, number)]
+            for number in range(processes)
+        ]
+        raise SystemExit(Supervisor(commands, reload=reload, grace=grace).run())
     app = load_app(app_name)
-    names = [name.strip() for name in queues.split(",") if name.strip()] if queues else None
+    worker = Worker(app, queues=names, concurrency=concurrency, grace=grace)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_live(worker, health_host, health_port))
 
-    async def live() -> None:
-        worker = Worker(app, queues=names, concurrency=concurrency, grace=grace)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, worker.stop)
+
+async def _live(worker: Worker, health_host: str, health_port: int | None) -> None:
+    _heed_signals(worker)
+    status = 1
+    try:
         async with contextlib.AsyncExitStack() as stack:
             if health_port is not None:
                 await stack.enter_async_context(serve_health(worker, health_host, health_port))
             await worker.run()
+        status = 0
+    except HowdahError:
+        raise
+    except Exception:
+        logger.critical("the worker failed", exc_info=True)
+        raise SystemExit(status) from None
+    finally:
+        if worker.abandoned:
+            # Handlers that do not listen still run; their jobs were given back.
+            logger.warning("handlers did not stop", extra={"handlers": worker.abandoned})
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(status)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(live())
-    if any(thread.name == "howdah-task" and _is_busy(thread) for thread in threading.enumerate()):
-        # A handler that does not listen still runs in a thread; its job was given back.
-        logging.shutdown()
-        os._exit(0)
+
+def _heed_signals(worker: Worker) -> None:
+    loop = asyncio.get_running_loop()
+    signals = itertools.count()
+
+    def on_signal(number: int, frame: object) -> None:
+        if next(signals):
+            # At once, whatever keeps the loop busy.
+            deadline = threading.Timer(LAST_PATIENCE, os._exit, (1,))
+            deadline.daemon = True
+            deadline.start()
+        loop.call_soon_threadsafe(worker.stop)
+
+    # Not the loop's own handlers: a task that blocks the loop would keep them from being called.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
 
 
-def _is_busy(thread: threading.Thread) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code.co_name != "_serve"
+def _names(queues: str | None) -> list[str] | None:
+    if queues is None:
+        return None
+    names = [name.strip() for name in queues.split(",") if name.strip()]
+    if not names:
+        raise click.BadParameter("it names no queue.", param_hint="--queues")
+    return names
+
+
+def _health_options(host: str, port: int | None, number: int) -> list[str]:
+    if port is None:
+        return []
+    # 0 stands for any free port, for every child.
+    return ["--health-host", host, "--health-port", str(port and port + number)]
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

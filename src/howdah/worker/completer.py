@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, TypeAlias
 from howdah import faults, payload
 from howdah.errors import DatabaseUnreachable
 from howdah.hooks import StateChange
-from howdah.outcome import Cancelled, Completed, Failed, Lost, Outcome, Released, Settled
+from howdah.outcome import (
+    NOT_COMMITTED,
+    Cancelled,
+    Completed,
+    Failed,
+    Lost,
+    Outcome,
+    Released,
+    Settled,
+)
+from howdah.store import is_transient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +42,7 @@ logger = logging.getLogger(__name__)
 
 Finished: TypeAlias = "tuple[Run, Outcome]"
 
-NOT_COMMITTED = (
-    "the handler returned, and the transaction that was to complete the job did not commit"
-)
+RETRY_PAUSE = 0.5
 
 
 class Completer:
@@ -96,28 +104,37 @@ class Completer:
             await self._send(group)
 
     async def _flush_reports(self) -> None:
-        try:
-            await asyncio.to_thread(self._heartbeat.flush)
-        except Exception:
-            logger.warning("the last reports of some jobs could not be written", exc_info=True)
+        while True:
+            try:
+                await asyncio.to_thread(self._heartbeat.flush)
+            except DatabaseUnreachable:
+                logger.warning("the last reports of some jobs wait for the database")
+                continue
+            except Exception:
+                logger.warning("the last reports of some jobs could not be written", exc_info=True)
+            return
 
-    async def _send(self, group: list[Finished]) -> None:
+    async def _send(self, group: list[Finished], *, last_try: bool = False) -> None:
         faults.reach("before-acknowledge")
         while True:
             try:
                 accepted = set(await self._store.run(self._statement(group)))
                 break
-            except DatabaseUnreachable:
-                # The leases decide: until they end, the outcome is worth keeping.
-                logger.warning("outcomes wait for the database", extra={"waiting": len(group)})
             except Exception as error:
-                await self._split(group, error)
-                return
+                if not _may_pass(error):
+                    await self._split(group, error, last_try=last_try)
+                    return
+                # The leases decide: until they end, the outcome is worth keeping.
+                logger.warning(
+                    "outcomes wait for the database",
+                    extra={"waiting": len(group), "error": str(error)},
+                )
+                await asyncio.sleep(RETRY_PAUSE)
         faults.reach("after-acknowledge")
         for run, outcome in group:
             self._forget(run, outcome, accepted=run.id in accepted)
 
-    async def _split(self, group: list[Finished], error: Exception) -> None:
+    async def _split(self, group: list[Finished], error: Exception, *, last_try: bool) -> None:
         if len(group) > 1:
             middle = len(group) // 2
             await self._send(group[:middle])
@@ -129,11 +146,11 @@ class Completer:
             exc_info=error,
             extra={"job_id": str(run.id), "job_type": run.job.job_type},
         )
-        last = Failed(payload.describe_error(error), None, None)
-        if outcome == last:
+        if last_try:
             self._forget(run, outcome, accepted=False)  # its lease will end and the job come back
         else:
-            await self._send([(run, last)])
+            last = Failed(payload.describe_error(error), None, None)
+            await self._send([(run, last)], last_try=True)
 
     def _statement(self, group: Sequence[Finished]) -> Statement[list[UUID]]:
         ids = [run.id for run, _ in group]
@@ -181,6 +198,8 @@ class Completer:
 
     def _forget(self, run: Run, outcome: Outcome, *, accepted: bool) -> None:
         self._heartbeat.remove(run)
+        if run.on_written is not None:
+            run.on_written()
         self.written += accepted
         state, error = _describe(run, outcome, accepted)
         if run.started is not None:
@@ -209,6 +228,10 @@ class Completer:
                     request_id=run.job.request_id,
                 )
             )
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, DatabaseUnreachable) or is_transient(error)
 
 
 def _describe(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | None]:

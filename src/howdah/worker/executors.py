@@ -41,6 +41,7 @@ class ThreadExecutor:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
+        self.busy = 0
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
@@ -49,6 +50,7 @@ class ThreadExecutor:
         inbox = self._idle.pop() if self._idle else self._spawn()
 
         def deliver(outcome: Outcome) -> None:
+            self.busy -= 1
             self._idle.append(inbox)
             if not future.done():
                 future.set_result(outcome)
@@ -58,6 +60,7 @@ class ThreadExecutor:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(deliver, outcome)
 
+        self.busy += 1
         inbox.put(work)
         limit = task.options.timeout
         try:
@@ -84,6 +87,7 @@ def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
 def stop_run(run: Run, why: str, slot: asyncio.Task[None] | None) -> None:
     """Make a run stop: its context says so at the next call; a handler in the loop or in a process is
     cancelled at once. Threads can only be asked."""
+    run.abort = run.abort or why
     if run.context is not None:
         run.context.abort = run.context.abort or why
     if slot is not None and run.task.options.run_in != "thread":

@@ -1,8 +1,7 @@
 """Claims jobs ahead of need, and sleeps well: until a notification, the next due time, a free slot, or the
 poll behind them all.
 
-Prefetching is adaptive: about 200 ms of work at the measured duration of jobs, and no more than the free
-slots when jobs are long or of a type that was never measured."""
+How many to claim, and of which types, is for the slots to say; this sees to it that they are had."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ import contextlib
 import logging
 import random
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from howdah import faults
-from howdah.errors import HowdahError
+from howdah.store import DATABASE_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from howdah.listener import Listener
     from howdah.store import AsyncStore
@@ -29,12 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 0.2  # seconds of work to have at hand
-PREFETCH_LIMIT = 1000
 HYSTERESIS = 1.0
 POLL = 1.0
 POLL_WHEN_LISTENING = 5.0
 HEAD_MARGIN = 1.0
+RETRY_PAUSE = 0.5
 
 
 class Fetcher:
@@ -65,11 +63,13 @@ class Fetcher:
         self._idle = True  # as the worker was registered
         self._since = time.monotonic()  # of the present stretch of work, or of none
         self._working = False
+        self._flagged = time.monotonic()
+        self._clock = 0.0  # what the database's clock is ahead of ours
         listener.subscribe("wake", self._hear)
 
     def _hear(self, text: str) -> None:
         """A NOTIFY: [[queue, job type, least due time], …], or [] for more than would fit."""
-        oldest = time.time()
+        oldest = now = time.time() + self._clock
         if text:
             lanes = msgspec.json.decode(text)
             if lanes and not any(
@@ -77,58 +77,65 @@ class Fetcher:
             ):
                 return
             oldest = min((float(lane[2]) for lane in lanes), default=0.0)
-        # An enqueue that took long to commit may lie below its lane's head. Comparing with our own
-        # clock can only cost a claim that looks further than it needs to.
-        if oldest < time.time() - HEAD_MARGIN:
+        # An enqueue that took long to commit may lie below its lane's head.
+        if oldest < now - HEAD_MARGIN:
             self._ignore_heads = True
         self._woken.set()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Claim until the worker stops."""
         while not stopping.is_set():
-            want = self._slots.wanted()
-            if want <= 0:
-                await self._slots.wait_for_room()
-                continue
+            self._slots.give_back_hoarded()
             self._woken.clear()
             try:
-                jobs = await self._claim(want)
-                if jobs:
-                    await self._found(jobs)
-                else:
-                    await self._rest()
-            except HowdahError as error:
+                await self._supply()
+            except DATABASE_ERRORS as error:
                 logger.warning(
                     "claiming failed and will be tried again", extra={"error": str(error)}
                 )
-                await asyncio.sleep(0.5)
+                await self._sleep(RETRY_PAUSE)
 
-    async def _claim(self, want: int) -> list[Claimed]:
+    async def _supply(self) -> None:
+        """Claim what the slots want, or wait."""
+        wanted = self._slots.wanted()
+        if not wanted.any_type and not wanted.short:
+            await self._slots.wait_for_room()
+            return
+        found = 0
+        if wanted.any_type:
+            found = await self._claim(wanted.any_type, self._job_types)
+        if wanted.short and found == wanted.any_type:
+            found += await self._claim(wanted.short, wanted.short_types)
+        if found:
+            await self._note_work()
+        elif wanted.any_type:
+            await self._rest()
+        else:
+            await self._slots.wait_for_room()  # every slot has a long job
+
+    async def _claim(self, want: int, job_types: list[str]) -> int:
         ignore_heads, self._ignore_heads = self._ignore_heads, False
         faults.reach("before-claim")
-        jobs = await self._store.run(
-            self._statements.claim(
-                self._worker_id, self._job_types, want, self._lease, self._queues, ignore_heads
+        try:
+            jobs: list[Claimed] = await self._store.run(
+                self._statements.claim(
+                    self._worker_id, job_types, want, self._lease, self._queues, ignore_heads
+                )
             )
-        )
+        except BaseException:
+            self._ignore_heads = ignore_heads or self._ignore_heads
+            raise
         if jobs:
             faults.reach("after-claim")
-        return jobs
+            self._slots.take(jobs)
+        return len(jobs)
 
-    async def _found(self, jobs: list[Claimed]) -> None:
+    async def _note_work(self) -> None:
         now = time.monotonic()
         if not self._working:
             self._working, self._since = True, now
         elif self._idle and now - self._since > HYSTERESIS:
             await self._flag(idle=False)
-        too_many = self._slots.take(jobs)
-        if too_many:
-            # Long jobs that would only wait here: another worker may have room for them.
-            await self._store.run(
-                self._statements.release_jobs(
-                    [job.id for job in too_many], [job.lease_id for job in too_many], timedelta(0)
-                )
-            )
 
     async def _rest(self) -> None:
         now = time.monotonic()
@@ -143,11 +150,18 @@ class Fetcher:
         due, there = await self._store.run(
             self._statements.next_due_at(self._job_types, self._queues)
         )
-        seconds = POLL_WHEN_LISTENING if self._listener.healthy else POLL
+        self._clock = there.timestamp() - time.time()
+        await self._sleep(self._nap(None if due is None else (due - there).total_seconds()))
+
+    def _nap(self, until_due: float | None) -> float:
+        """How long to sleep unless woken."""
+        # An enqueue that looked before we were idle, and committed after our last claim, wakes nobody.
+        settled = time.monotonic() - self._flagged > POLL_WHEN_LISTENING
+        seconds = POLL_WHEN_LISTENING if self._listener.healthy and settled else POLL
         seconds *= 0.8 + 0.4 * random.random()  # noqa: S311 - spreads the polls of many workers
-        if due is not None:
-            seconds = min(seconds, max(0.0, (due - there).total_seconds()))
-        await self._sleep(seconds)
+        if until_due is not None:
+            seconds = min(seconds, max(0.0, until_due))
+        return min(seconds, POLL) if self._slots.waiting else seconds
 
     async def _sleep(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -155,8 +169,8 @@ class Fetcher:
                 await self._woken.wait()
 
     async def _flag(self, *, idle: bool) -> None:
-        self._idle = idle
         await self._store.run(self._statements.touch_worker(self._worker_id, idle, None))
+        self._idle, self._flagged = idle, time.monotonic()
 
     def wake(self) -> None:
         """Look again now."""

@@ -1,4 +1,4 @@
-"""A health endpoint: `/live` says that the event loop turns and the heartbeat thread beats, `/ready` that
+"""A health endpoint: `/live` says that the event loop turns and the heartbeat's thread runs, `/ready` that
 the worker has started, has reached the database lately, and is not about to stop."""
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import json
 from typing import TYPE_CHECKING
+
+from howdah.errors import InvalidOption
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,7 +35,12 @@ async def serve_health(worker: Worker, host: str, port: int) -> AsyncIterator[in
                 await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, host, port)
+    try:
+        server = await asyncio.start_server(answer, host, port)
+    except OSError as error:
+        raise InvalidOption(
+            f"health cannot be served at {host}:{port}: {error.strerror or error}."
+        ) from error
     async with server:
         yield server.sockets[0].getsockname()[1]
 

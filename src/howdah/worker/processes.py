@@ -11,10 +11,12 @@ import contextlib
 import importlib
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
 import socket
 import tempfile
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -24,10 +26,11 @@ import msgspec
 from howdah.context import Context, Sink
 from howdah.errors import InvalidOption
 from howdah.execution import execute, judge
-from howdah.outcome import Aborted, Failed, Outcome
+from howdah.outcome import Aborted, Failed, Outcome, Released
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from concurrent.futures import Future
 
     import pebble
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MESSAGE_LIMIT = 200_000
+WATCH = 0.5
 
 
 class ProcessDied(Exception):
@@ -47,6 +51,7 @@ class ProcessExecutor:
 
     def __init__(self, size: int, sink: Sink) -> None:
         self._size = size
+        self._pids: dict[UUID, int] = {}  # the process of each job that has begun
         self._sink = sink
         self._pool: pebble.ProcessPool | None = None
         self._directory: Path | None = None
@@ -55,6 +60,8 @@ class ProcessExecutor:
     def _start(self) -> pebble.ProcessPool:
         import pebble
 
+        # Our children ignore SIGTERM, see below; there is nothing to wait for before SIGKILL.
+        pebble.CONSTS.term_timeout = 0.05
         self._directory = Path(tempfile.mkdtemp(prefix="howdah-"))
         address = str(self._directory / "reports")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -69,9 +76,8 @@ class ProcessExecutor:
         )
 
     def _receive(self) -> None:
-        assert self._socket is not None  # noqa: S101 - the reader is removed before it is closed
         with contextlib.suppress(BlockingIOError):
-            while True:
+            while self._socket is not None:
                 kind, job_id, one, two = msgspec.msgpack.decode(self._socket.recv(MESSAGE_LIMIT))
                 match kind:
                     case "progress":
@@ -80,19 +86,15 @@ class ProcessExecutor:
                         self._sink.event(UUID(bytes=job_id), one, two)
                     case "settle":
                         self._sink.settle(UUID(bytes=job_id))
+                    case "begin":
+                        self._pids[UUID(bytes=job_id)] = one
 
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
         """Run a handler in a process of the pool."""
         import pebble
 
-        if self._pool is None:
-            self._pool = self._start()
-        limit = task.options.timeout
-        future = self._pool.schedule(
-            _run_child, args=(locate(task), task.name, _describe(context)), timeout=limit
-        )
         try:
-            outcome: Outcome = await asyncio.wrap_future(future)
+            outcome = await self._answer(self._schedule(task, context), context.id)
         except TimeoutError:
             context.abort = context.abort or "timeout"
             outcome = judge(task, context, Aborted(context.abort))
@@ -102,27 +104,67 @@ class ProcessExecutor:
             outcome = judge(task, context, Aborted(context.abort))
         except pebble.ProcessExpired as error:
             outcome = judge(task, context, ProcessDied(_describe_death(error.exitcode)))
+        except BrokenProcessPool:
+            # Not this job's doing: it had not begun.
+            outcome = Released(1.0, "the process pool broke")
         except Exception as error:
             outcome = judge(task, context, error)
+        finally:
+            self._pids.pop(context.id, None)
         self._receive()  # reports that were sent before the answer come before it
         return outcome
 
+    def _schedule(self, task: Task[..., Any], context: Context) -> Future[Outcome]:
+        work = (locate(task), task.name, _describe(context))
+        if self._pool is None:
+            self._pool = self._start()
+        try:
+            return self._pool.schedule(_run_child, args=work, timeout=task.options.timeout)
+        except RuntimeError:
+            # A child that died while it was idle breaks a pool for good.
+            logger.warning("the process pool broke; a new one is made")
+            broken = self._close()
+            asyncio.get_running_loop().run_in_executor(None, _stop_pool, broken)
+            self._pool = self._start()
+            return self._pool.schedule(_run_child, args=work, timeout=task.options.timeout)
+
+    async def _answer(self, future: Future[Outcome], job_id: UUID) -> Outcome:
+        answer = asyncio.wrap_future(future)
+        try:
+            while True:
+                gone = self._is_gone(job_id)  # first, as an answer may arrive in between
+                await asyncio.wait([answer], timeout=WATCH)
+                if answer.done():
+                    return await answer
+                if gone:
+                    # It left with status 0, which the pool takes for a child that had nothing to do.
+                    raise ProcessDied(_describe_death(0))
+        finally:
+            answer.cancel()
+
+    def _is_gone(self, job_id: UUID) -> bool:
+        pid = self._pids.get(job_id)
+        return pid is not None and all(pid != c.pid for c in multiprocessing.active_children())
+
     async def stop(self) -> None:
         """Kill what still runs and remove the socket."""
-        if self._pool is None:
-            return
+        if self._pool is not None:
+            await asyncio.to_thread(_stop_pool, self._close())
+
+    def _close(self) -> pebble.ProcessPool:
         pool, self._pool = self._pool, None
-        await asyncio.to_thread(_stop_pool, pool)
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        assert pool is not None and self._socket is not None and self._directory is not None  # noqa: S101, PT018
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return pool
 
 
 def _stop_pool(pool: pebble.ProcessPool) -> None:
-    pool.stop()  # type: ignore[no-untyped-call]
-    pool.join(5)
+    with contextlib.suppress(Exception):
+        pool.stop()  # type: ignore[no-untyped-call]
+        pool.join(5)
 
 
 def locate(task: Task[..., Any]) -> str:
@@ -179,6 +221,9 @@ class _Reports:
     def settle(self, job_id: UUID) -> None:
         self._send("settle", job_id, None, None)
 
+    def begin(self, job_id: UUID) -> None:
+        self._send("begin", job_id, os.getpid(), None)
+
 
 _reports: _Reports | None = None
 _resources: dict[int, Mapping[str, Any]] = {}
@@ -187,8 +232,9 @@ _resources: dict[int, Mapping[str, Any]] = {}
 def _begin_child(address: str) -> None:
     global _reports
     _reports = _Reports(address)
-    # Ctrl-C reaches the whole group; when this process stops is for its worker to say.
+    # Ctrl-C and an init system reach the whole group; when this process stops is for its worker to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A worker that was killed leaves no orphans behind.
     _die_with_parent()
 
@@ -201,6 +247,8 @@ def _die_with_parent() -> None:
 
 
 def _run_child(module: str, name: str, described: dict[str, Any]) -> Outcome:
+    if _reports is not None:
+        _reports.begin(described["id"])
     task = _find_task(module, name)
     context = Context(
         **described,

@@ -14,17 +14,18 @@ import inspect
 import logging
 import os
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
 
 from howdah import faults, payload
-from howdah.errors import InvalidOption
+from howdah.errors import DatabaseUnreachable, InvalidOption
 from howdah.heartbeat import Heartbeat, Run
 from howdah.hooks import Hooks
 from howdah.listener import Listener
-from howdah.store import AsyncStore, Store
+from howdah.store import AsyncStore, Store, is_refused
 from howdah.worker.completer import Completer
 from howdah.worker.executors import Executor, LoopExecutor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher
@@ -33,7 +34,7 @@ from howdah.worker.slots import Slots
 from howdah.worker.tally import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 
     from howdah.app import App
     from howdah.model import Seconds
@@ -44,8 +45,13 @@ logger = logging.getLogger(__name__)
 CONCURRENCY = 32
 GRACE = 30.0
 TICK = 1.0
-INTERRUPT_PATIENCE = 5.0
 STATEMENT_TIMEOUT = 5.0
+START_ATTEMPT = 3.0
+START_PATIENCE = 60.0
+CLAIM_PATIENCE = 2.0
+INTERRUPT_PATIENCE = 5.0
+DRAIN_PATIENCE = 5.0
+AT_ONCE = 1.0
 
 
 class Worker:
@@ -85,6 +91,9 @@ class Worker:
         self._stopping = asyncio.Event()
         self._now = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: BaseException | None = None
+        self.abandoned = 0
+        """How many handlers did not stop when `run` ended. The jobs were given back."""
 
     def stop(self) -> None:
         """Stop gracefully; a second call stops at once. Safe to call from a signal handler."""
@@ -96,9 +105,10 @@ class Worker:
         """Whether this worker lives and is ready for work, for a health endpoint."""
         started = self.ready.is_set()
         beat = self._heartbeat.age() if started else None
-        fresh = beat is not None and beat < max(15.0, self.lease.total_seconds())
+        fresh = beat is not None and beat < 2 * self._heartbeat.period + STATEMENT_TIMEOUT
         return {
-            "live": not started or fresh,
+            # A database that is gone is no reason to be killed.
+            "live": not started or self._heartbeat.is_alive() or self._stopping.is_set(),
             "ready": started and fresh and not self._stopping.is_set(),
             "worker_id": self.worker_id,
             "running": self._slots.running if started else 0,
@@ -106,15 +116,42 @@ class Worker:
         }
 
     async def run(self) -> None:
-        """Work until `stop`."""
+        """Work until `stop`. Raises what broke the worker, if something did."""
         self._loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as life:
             resources = await self._enter_lifespans(life)
             store = AsyncStore(
-                self.app.database, self.app.schema, timeout=60, command_timeout=STATEMENT_TIMEOUT
+                self.app.database, self.app.schema, command_timeout=STATEMENT_TIMEOUT
             )
             life.push_async_callback(store.close)
-            await self._live(store, resources, life)
+            if await self._join():
+                await self._live(store, resources)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _join(self) -> bool:
+        """Register with the database as soon as it answers. False if told to stop before that."""
+        store = AsyncStore(self.app.database, self.app.schema, timeout=START_ATTEMPT)
+        give_up = time.monotonic() + START_PATIENCE
+        try:
+            while not self._stopping.is_set():
+                joining = asyncio.ensure_future(store.run(self._register()))
+                await _first(joining, self._stopping.wait())
+                if not joining.done():
+                    return False
+                error = joining.exception()
+                if error is None:
+                    return True
+                if time.monotonic() > give_up or not _may_answer(error):
+                    raise error
+                logger.warning(
+                    "the database does not answer and will be asked again",
+                    extra={"error": str(error)},
+                )
+                await _first(asyncio.sleep(1), self._stopping.wait())
+        finally:
+            await store.close()
+        return False
 
     async def _enter_lifespans(self, life: contextlib.AsyncExitStack) -> Mapping[str, Any]:
         resources: dict[str, Any] = {}
@@ -126,28 +163,33 @@ class Worker:
             resources.update(given or {})
         return resources
 
-    async def _live(
-        self, store: AsyncStore, resources: Mapping[str, Any], life: contextlib.AsyncExitStack
-    ) -> None:
+    async def _live(self, store: AsyncStore, resources: Mapping[str, Any]) -> None:
         app, statements = self.app, self.app.statements
-        await store.run(self._register())
         hooks = Hooks(app.hooks)
-        beating = Store(await store.url(), app.schema, create=False, timeout=STATEMENT_TIMEOUT)
+        seconds = self.lease.total_seconds()
+        url = await store.url()
+        beating = Store(
+            url,
+            app.schema,
+            create=False,
+            timeout=STATEMENT_TIMEOUT,
+            # Short leases need a quick second try.
+            command_timeout=min(STATEMENT_TIMEOUT, max(1.0, seconds / 3)),
+        )
         heartbeat = Heartbeat(beating, statements, self.lease, self._on_abort, self._touch)
         completer = Completer(store, statements, heartbeat, hooks, self._tally)
+        threads = ThreadExecutor(seconds)
         processes = ProcessExecutor(min(self.processes, self.concurrency), heartbeat)
         executors: dict[str, Executor] = {
-            "async": LoopExecutor(),
-            "thread": ThreadExecutor(self.lease.total_seconds()),
-            "process": processes,
-        }
+            "async": LoopExecutor(), "thread": threads, "process": processes,
+        }  # fmt: skip
         self._slots = slots = Slots(
             self.concurrency, app.tasks, executors,
             store=store, statements=statements, heartbeat=heartbeat, completer=completer,
             hooks=hooks, resources=resources,
         )  # fmt: skip
         self._heartbeat = heartbeat
-        listener = Listener(await store.url(), app.schema)
+        listener = Listener(url, app.schema)
         listener.subscribe("cancel", self._hear_cancel)
         fetcher = Fetcher(
             store, statements, slots, listener,
@@ -161,46 +203,91 @@ class Worker:
         )
         self.ready.set()
         try:
-            async with asyncio.TaskGroup() as group:
-                working = slots.start(group)
-                writing = group.create_task(completer.run(), name="howdah-completer")
-                ticking = group.create_task(self._tick(store), name="howdah-maintenance")
-                fetching = group.create_task(fetcher.run(self._stopping), name="howdah-fetcher")
-                await self._stopping.wait()
-                fetching.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await fetching
-                await self._wind_down(slots, completer)
-                for task in [*working, writing, ticking]:
-                    task.cancel()
+            await self._work(store, slots, completer, fetcher)
         finally:
+            self.abandoned = await slots.stop() + threads.busy
             await listener.stop()
             await processes.stop()
             await asyncio.to_thread(heartbeat.stop)
             await asyncio.to_thread(hooks.stop)
-            with contextlib.suppress(Exception):
-                await store.run(self._touch())
-                await store.run(statements.remove_worker(self.worker_id))
-            beating.close()
+            await self._leave(store)
+            await asyncio.to_thread(beating.close)
             logger.info("worker stopped", extra={"worker_id": self.worker_id})
 
-    async def _wind_down(self, slots: Slots, completer: Completer) -> None:
+    async def _work(
+        self, store: AsyncStore, slots: Slots, completer: Completer, fetcher: Fetcher
+    ) -> None:
+        slots.start(self._crash)
+        async with asyncio.TaskGroup() as group:
+
+            def serve(what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                return group.create_task(self._guard(what, work), name=f"howdah-{what}")
+
+            services = [
+                serve("completer", completer.run()),
+                serve("maintenance", self._tick(store)),
+                serve("fetcher", fetcher.run(self._stopping)),
+            ]
+            try:
+                await self._stopping.wait()
+            finally:
+                if not self._stopping.is_set():  # cancelled by whoever called `run`
+                    self.stop()
+                    self.stop()
+                fetcher.wake()
+                await self._wind_down(slots, completer, services[-1])
+                for service in services:
+                    service.cancel()
+
+    async def _guard(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """A part of the worker. If it breaks, the worker ends: half of one helps nobody."""
+        try:
+            await work
+        except Exception as error:
+            logger.critical("the %s broke and the worker stops", what)
+            self._crash(error)
+            if what == "completer":
+                self._now.set()  # what jobs still come to cannot be written: their leases decide
+
+    def _crash(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._stopping.set()
+
+    async def _wind_down(
+        self, slots: Slots, completer: Completer, fetching: asyncio.Task[None]
+    ) -> None:
         faults.reach("during-shutdown")
+        end = time.monotonic() + self.grace
         slots.close()
-        waits = [
-            asyncio.ensure_future(slots.wait_until_empty()),
-            asyncio.ensure_future(self._now.wait()),
-        ]
-        await asyncio.wait(waits, timeout=self.grace, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        logger.info(
+            "worker stopping",
+            extra={"worker_id": self.worker_id, "running": slots.running, "grace": self.grace},
+        )
+        # A claim that is under way may bring jobs, which then go back at once, not when leases end.
+        await asyncio.wait([fetching], timeout=CLAIM_PATIENCE)
+        fetching.cancel()
+        await self._wait(slots.wait_until_empty(), self.grace)
         if slots.running:
             slots.interrupt()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(INTERRUPT_PATIENCE):
-                    await slots.wait_until_empty()
+            # From here on a second request does not shorten it: handlers get a moment to clean up.
+            patience = AT_ONCE if self._now.is_set() else INTERRUPT_PATIENCE
+            await _first(slots.wait_until_empty(), asyncio.sleep(patience))
             slots.give_up()
-        await completer.drain()
+        if self._now.is_set():
+            await _first(completer.drain(), asyncio.sleep(AT_ONCE))
+        else:
+            left = max(end - time.monotonic(), DRAIN_PATIENCE)
+            await self._wait(completer.drain(), left)
+
+    async def _wait(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
+        """Wait for something, for so long, or until a second request to stop."""
+        await _first(work, asyncio.sleep(seconds), self._now.wait())
+
+    async def _leave(self, store: AsyncStore) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(AT_ONCE if self._now.is_set() else DRAIN_PATIENCE):
+                await store.run(self._touch())
+                await store.run(self.app.statements.remove_worker(self.worker_id))
 
     def _register(self) -> Statement[None]:
         tasks = self.app.tasks.values()
@@ -245,3 +332,20 @@ class Worker:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._slots.abort, run, why)
+
+
+def _may_answer(error: BaseException) -> bool:
+    """Whether a database that did not answer may do so yet: it did not turn us away."""
+    return isinstance(error, DatabaseUnreachable) and not (
+        error.__cause__ is not None and is_refused(error.__cause__)
+    )
+
+
+async def _first(*works: Awaitable[object]) -> None:
+    """Wait for the first of these, and let go of the others."""
+    waits = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

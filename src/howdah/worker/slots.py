@@ -1,25 +1,27 @@
-"""The slots: long-lived coroutines, each running one job at a time from a common buffer. Measures how long
-jobs take, which tells the fetcher how far ahead to claim."""
+"""The slots: long-lived coroutines, each running one job at a time from a common buffer. Measures how fast
+jobs end and how long each type takes, which tells the fetcher what to claim ahead."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from howdah import faults, payload
 from howdah.context import Context
 from howdah.heartbeat import Run
 from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
+from howdah.store import DATABASE_ERRORS
 from howdah.worker.executors import stop_run
-from howdah.worker.fetcher import AHEAD, PREFETCH_LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from howdah.app import Task
     from howdah.heartbeat import Heartbeat
@@ -31,8 +33,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AHEAD = 0.2  # seconds of work to have at hand
+PREFETCH_LIMIT = 1000
+HOARDED = 1.0  # seconds in the buffer after which a job is better off elsewhere
+SUSPICION = 0.5  # seconds a job may run before it is trusted not to kill us
 SMOOTHING = 0.1
 YIELD_EVERY = 16
+LAST_PATIENCE = 1.0
+
+
+class Wanted(NamedTuple):
+    """What to claim: so many jobs of any type, and then so many more of types known to be short."""
+
+    any_type: int
+    short: int
+    short_types: list[str]
 
 
 class Slots:
@@ -60,12 +75,16 @@ class Slots:
         self._completer = completer
         self._hooks = hooks
         self._resources = resources
+        self._slots: list[asyncio.Task[None]] = []
         self._buffer: deque[Run] = deque()
         self._getters: deque[asyncio.Future[None]] = deque()
         self._room = asyncio.Event()
         self._running: dict[Run, asyncio.Task[None] | None] = {}
+        self._suspects = asyncio.Lock()
         self._seconds: dict[str, float] = {}  # smoothed duration of each type
-        self._typical: float | None = None
+        self._rate = 0.0  # smoothed, of jobs that end in a second
+        self._ended = 0
+        self._looked = time.monotonic()
         self._closed = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -77,55 +96,100 @@ class Slots:
         """How many jobs run now."""
         return len(self._running)
 
-    def _prefetch(self) -> int:
-        if self._typical is None or self._typical >= AHEAD:
-            return 0
-        return min(PREFETCH_LIMIT, int(self._count * AHEAD / max(self._typical, 1e-6)))
+    @property
+    def waiting(self) -> int:
+        """How many claimed jobs no slot has taken yet."""
+        return len(self._buffer)
 
-    def wanted(self) -> int:
-        """How many more jobs to claim; 0 while more than half of what should be at hand is."""
-        ahead = self._prefetch()
-        here = len(self._buffer) + len(self._running)
-        if ahead and len(self._buffer) > ahead // 2:
-            return 0
-        return self._count + ahead - here
+    def wanted(self) -> Wanted:
+        """How many more jobs to claim; none while more than half of what should be at hand is.
+
+        Long jobs, and those of types that were never measured, are had only for slots that no such job
+        has: one that waits for another could run in another worker meanwhile."""
+        ahead = self._ahead()
+        missing = self._count + ahead - len(self._buffer) - len(self._running)
+        if missing <= 0 or self._closed or (ahead and len(self._buffer) > ahead // 2):
+            return Wanted(0, 0, [])
+        short_types = [name for name in self._tasks if self._is_short(name)]
+        if len(short_types) == len(self._tasks):
+            return Wanted(missing, 0, [])
+        any_type = max(0, min(missing, self._count - self._count_long()))
+        return Wanted(any_type, missing - any_type if short_types else 0, short_types)
+
+    def _ahead(self) -> int:
+        """How many jobs end in the time to claim ahead for, as things go now. By the rate, not by the
+        duration: slots that are busy for long take part in it by ending nothing."""
+        now = time.monotonic()
+        passed = now - self._looked
+        if passed > AHEAD / 20:
+            weight = 1 - math.exp(-passed / AHEAD)
+            self._rate += weight * (self._ended / passed - self._rate)
+            self._looked, self._ended = now, 0
+        return min(PREFETCH_LIMIT, int(self._rate * AHEAD))
+
+    def _is_short(self, job_type: str) -> bool:
+        return self._seconds.get(job_type, math.inf) < AHEAD
+
+    def _count_long(self) -> int:
+        late = time.monotonic() - AHEAD
+        return sum(
+            not self._is_short(run.job.job_type) or (run.started is not None and run.started < late)
+            for run in itertools.chain(self._running, self._buffer)
+        )
 
     async def wait_for_room(self) -> None:
         """Wait until `wanted` may say something else."""
         self._room.clear()
-        await self._room.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HOARDED / 2):
+                await self._room.wait()
 
-    def take(self, jobs: Sequence[Claimed]) -> list[Claimed]:
-        """Put claimed jobs into the buffer. Gives back those of long types that no slot is free for."""
-        free = self._count - len(self._running) - len(self._buffer)
-        too_many = []
+    def give_back_hoarded(self) -> None:
+        """Give back what has waited here for long: the slots are taken by longer jobs than expected."""
+        late = time.monotonic() - HOARDED
+        while self._buffer and self._buffer[0].buffered < late:
+            self._completer.put(self._buffer.popleft(), Released(0.0, "hoarded"))
+
+    def take(self, jobs: Sequence[Claimed]) -> None:
+        """Put claimed jobs into the buffer."""
+        now = time.monotonic()
         for job in jobs:
-            if free <= 0 and self._seconds.get(job.job_type, math.inf) >= AHEAD:
-                too_many.append(job)
-                continue
-            free -= 1
-            run = Run(job.id, job.lease_id, job, self._tasks[job.job_type])
+            run = Run(job.id, job.lease_id, job, self._tasks[job.job_type], buffered=now)
             self._heartbeat.add(run)
-            self._buffer.append(run)
-            if self._getters:
-                getter = self._getters.popleft()
-                if not getter.done():
-                    getter.set_result(None)
-        return too_many
+            if self._closed:
+                self._completer.put(run, Released(0.0, "shutdown"))
+            else:
+                self._buffer.append(run)
+                self._call_a_slot()
+
+    def _call_a_slot(self) -> None:
+        while self._getters:
+            getter = self._getters.popleft()
+            if not getter.done():
+                getter.set_result(None)
+                return
 
     # ── for the runner ────────────────────────────────────────────────────────────────────────────
 
-    def start(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Start the slots."""
-        return [
-            group.create_task(self._serve(), name=f"howdah-slot-{n}") for n in range(self._count)
-        ]
+    def start(self, on_crash: Callable[[BaseException], None]) -> None:
+        """Start the slots. `on_crash` hears of an error in one, which should not be."""
+
+        def ended(slot: asyncio.Task[None]) -> None:
+            if not slot.cancelled() and (error := slot.exception()) is not None:
+                on_crash(error)
+
+        for number in range(self._count):
+            slot = asyncio.create_task(self._serve(), name=f"howdah-slot-{number}")
+            slot.add_done_callback(ended)
+            self._slots.append(slot)
 
     def close(self) -> None:
         """Give back what has not been started; run no more."""
         self._closed = True
         while self._buffer:
             self._completer.put(self._buffer.popleft(), Released(0.0, "shutdown"))
+        while self._getters:
+            self._call_a_slot()
         self._room.set()
 
     async def wait_until_empty(self) -> None:
@@ -143,24 +207,33 @@ class Slots:
             if not run.finishing:
                 self._completer.put(run, Released(0.0, "shutdown"))
 
+    async def stop(self) -> int:
+        """End the slots. Gives how many do not: their handlers swallow every cancellation."""
+        for slot in self._slots:
+            slot.cancel()
+        if not self._slots:
+            return 0
+        _, stuck = await asyncio.wait(self._slots, timeout=LAST_PATIENCE)
+        return len(stuck)
+
     def abort(self, run: Run, why: str) -> None:
         """Stop one job: it was cancelled, or is no longer ours."""
         if run in self._running:
             stop_run(run, why, self._running[run])
         elif run in self._buffer:
             self._buffer.remove(run)
-            outcome: Outcome = Lost() if why == "lost" else Cancelled("cancelled before it started")
-            self._completer.put(run, outcome)
+            self._completer.put(run, _not_started(why))
 
     # ── the slots ─────────────────────────────────────────────────────────────────────────────────
 
     async def _serve(self) -> None:
         served = 0
-        while True:
-            while not self._buffer or self._closed:
+        while not self._closed:
+            if not self._buffer:
                 getter = asyncio.get_running_loop().create_future()
                 self._getters.append(getter)
                 await getter
+                continue
             run = self._buffer.popleft()
             self._running[run] = asyncio.current_task()
             self._empty.clear()
@@ -173,6 +246,7 @@ class Slots:
             faults.reach("after-run")
             if not run.finishing:
                 self._completer.put(run, outcome)
+            self._ended += 1
             self._room.set()
             served += 1
             if served % YIELD_EVERY == 0:
@@ -181,53 +255,76 @@ class Slots:
 
     async def _execute(self, run: Run) -> Outcome:
         """One job, to an outcome, whatever happens."""
-        job, task = run.job, run.task
         try:
             faults.reach("before-start")
-            if job.claims > 1 and not await self._announce(run):
+            if run.job.claims > 1 and not await self._announced(run):
                 return Lost()
-            data = payload.decode(job.data)
-            context = Context(
-                id=job.id,
-                job_type=job.job_type,
-                queue=job.queue,
-                data=data,
-                attempt=job.attempts,
-                max_attempts=job.max_attempts,
-                request_id=job.request_id,
-                idempotency_key=job.idempotency_key,
-                lease_id=job.lease_id,
-                timeout=task.options.timeout,
-                sink=self._heartbeat,
-                resources=self._resources,
-            )
-            context.abort = run.abort
-            run.context = context
-            run.started = began = time.monotonic()
-            if self._hooks.active:
-                self._tell_running(job)
-            outcome = await self._executors[task.options.run_in].execute(task, context)
+            return await self._call(run)
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if run.abort is None or current is None:
+            if run.abort is None:
                 raise
-            outcome = Lost() if run.abort == "lost" else Cancelled("cancelled before it started")
+            return _not_started(run.abort)
+        except _Unannounced as error:
+            return Released(1.0, str(error))
         except Exception as error:
-            logger.exception("a slot failed", extra={"job_id": str(job.id)})
+            logger.exception("a slot failed", extra={"job_id": str(run.id)})
             return Failed(payload.describe_error(error), None, 10.0)
         finally:
             # A cancellation of this slot was about the job that has ended now.
             current = asyncio.current_task()
-            while current is not None and run.context is not None and current.cancelling():
+            while run.abort is not None and current is not None and current.cancelling():
                 current.uncancel()
-        if run.started is not None:
-            self._measure(job.job_type, time.monotonic() - began)
+
+    async def _call(self, run: Run) -> Outcome:
+        job, task = run.job, run.task
+        context = Context(
+            id=job.id,
+            job_type=job.job_type,
+            queue=job.queue,
+            data=payload.decode(job.data),
+            attempt=job.attempts,
+            max_attempts=job.max_attempts,
+            request_id=job.request_id,
+            idempotency_key=job.idempotency_key,
+            lease_id=job.lease_id,
+            timeout=task.options.timeout,
+            sink=self._heartbeat,
+            resources=self._resources,
+        )
+        run.context = context
+        context.abort = run.abort  # after it can be told itself: the heartbeat is another thread
+        run.started = time.monotonic()
+        if self._hooks.active:
+            self._tell_running(job)
+        outcome = await self._executors[task.options.run_in].execute(task, context)
+        self._measure(job.job_type, time.monotonic() - run.started)
         return outcome
 
-    async def _announce(self, run: Run) -> bool:
+    async def _announced(self, run: Run) -> bool:
         """Write started_at before a job runs that was claimed before: if it kills this process, the
-        attempt counts."""
-        accepted = await self._store.run(self._statements.start_jobs([run.id], [run.lease_id]))
+        attempt counts. Gives whether the job is still ours.
+
+        One whose worker died before it could say that the job had started may be what killed it, or
+        only have been near. Such jobs go one by one, until each is acknowledged or has run for a
+        while: no other is announced, and so none pays, while one may be about to kill us."""
+        if run.job.claims > run.job.attempts:
+            await self._suspects.acquire()
+            run.on_written = _once(self._suspects.release)
+        mine = await self._announce(run)
+        if run.on_written is not None:
+            asyncio.get_running_loop().call_later(SUSPICION, self._acquit, run)
+        return mine
+
+    def _acquit(self, run: Run) -> None:
+        # One that has ended is acquitted when its outcome is written, which also may take its time.
+        if run in self._running and run.on_written is not None:
+            run.on_written()
+
+    async def _announce(self, run: Run) -> bool:
+        try:
+            accepted = await self._store.run(self._statements.start_jobs([run.id], [run.lease_id]))
+        except DATABASE_ERRORS as error:
+            raise _Unannounced(f"its start could not be written: {error}") from error
         faults.reach("after-start")
         return bool(accepted)
 
@@ -236,8 +333,6 @@ class Slots:
         self._seconds[job_type] = (
             seconds if known is None else known + SMOOTHING * (seconds - known)
         )
-        typical = self._typical
-        self._typical = seconds if typical is None else typical + SMOOTHING * (seconds - typical)
 
     def _tell_running(self, job: Claimed) -> None:
         self._hooks.tell(
@@ -250,3 +345,29 @@ class Slots:
                 request_id=job.request_id,
             )
         )
+
+
+class _Unannounced(Exception):
+    """The database did not take down that a job was about to start."""
+
+
+def _not_started(why: str) -> Outcome:
+    match why:
+        case "lost":
+            return Lost()
+        case "shutdown":
+            return Released(0.0, "shutdown")
+        case _:
+            return Cancelled("cancelled before it started")
+
+
+def _once(release: Callable[[], None]) -> Callable[[], None]:
+    done = False
+
+    def call() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            release()
+
+    return call

@@ -10,7 +10,12 @@ import msgspec
 if TYPE_CHECKING:
     from howdah.worker_statements import Claimed
 
-_COLUMNS = {"completed": "completed", "failed": "failed", "retrying": "retried", "cancelled": "cancelled"}
+_COLUMNS = {
+    "completed": "completed",
+    "failed": "failed",
+    "retrying": "retried",
+    "cancelled": "cancelled",
+}
 
 
 class Count(msgspec.Struct):

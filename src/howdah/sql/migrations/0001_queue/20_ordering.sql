@@ -69,6 +69,29 @@ BEGIN
     RETURN true;
 END $$;
 
+-- The seq of a key's holder, which is kept from finishing until our commit; NULL if it cannot be had.
+-- KEY SHARE, so that its heartbeats go on. But where a transaction has first updated the row and then
+-- locked it for good (progress, then completion), KEY SHARE gets the old version, follows it to the
+-- new one and waits there in spite of SKIP LOCKED: hence the timeout.
+CREATE FUNCTION hold_holder(p_key text) RETURNS bigint
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET lock_timeout = '1ms'
+AS $$
+DECLARE
+    v_seq bigint;
+BEGIN
+    SELECT j.seq INTO v_seq
+    FROM live_jobs AS j
+    WHERE j.ordering_key = p_key AND j.holds_key
+    ORDER BY j.seq DESC
+    LIMIT 1
+    FOR KEY SHARE SKIP LOCKED;
+    RETURN v_seq;
+EXCEPTION WHEN lock_not_available THEN
+    RETURN NULL;
+END $$;
+
 -- Sees to it that a key with waiting jobs has a holder. Called at the commit of an enqueue, which need
 -- not look below its own seq, and for every row of `unsettled`. Separate statements on purpose: each
 -- needs a fresh snapshot.
@@ -81,14 +104,9 @@ DECLARE
     v_next uuid;
 BEGIN
     IF current_setting('transaction_isolation') = 'read committed' THEN
-        -- KEY SHARE until our commit, which is now: its finisher comes after us and sees our job.
-        SELECT j.seq INTO v_holder_seq
-        FROM live_jobs AS j
-        WHERE j.ordering_key = p_key AND j.holds_key
-        ORDER BY j.seq DESC
-        LIMIT 1
-        FOR KEY SHARE SKIP LOCKED;
-        IF FOUND THEN
+        v_holder_seq := hold_holder(p_key);
+        -- Its finisher comes after our commit, which is now, and sees our job.
+        IF v_holder_seq IS NOT NULL THEN
             -- Late committers go behind the holder: the next in line is looked for above its seq. One
             -- by one, in their own order: an UPDATE of all would go by id.
             FOR v_late IN

@@ -355,7 +355,7 @@ BEGIN
     SELECT array_agg(r.id) INTO v_kept FROM reported AS r;
     PERFORM tell_watchers(v_kept);
     RETURN QUERY
-    SELECT a.id, coalesce(a.id = ANY (v_kept), false), j.id IS NOT NULL, coalesce(j.cancel_requested, false)
+    SELECT a.id, coalesce(j.id = ANY (v_kept), false), j.id IS NOT NULL, coalesce(j.cancel_requested, false)
     FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
     LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id;
 END $$;

@@ -72,11 +72,13 @@ END $$;
 
 -- Enqueues one job and claims it at once, so that this process runs it and a worker takes over if the
 -- process dies. No lease_id: the idempotency key was taken, and the id is the first job's.
+-- A caller that names the lease may repeat a call whose answer was never heard.
 CREATE FUNCTION enqueue_and_claim(
     p_job jsonb,
     p_worker_id text,
     p_lease interval DEFAULT '30 seconds',
-    p_idempotency_ttl interval DEFAULT '7 days')
+    p_idempotency_ttl interval DEFAULT '7 days',
+    p_lease_id uuid DEFAULT NULL)
 RETURNS TABLE (id uuid, lease_id uuid)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
@@ -87,17 +89,23 @@ DECLARE
     v_is_new boolean;
 BEGIN
     PERFORM check_claim(p_worker_id, 1, p_lease);
+    IF p_job ->> 'ordering_key' IS NOT NULL THEN
+        RAISE EXCEPTION 'a job with an ordering key waits for its turn and cannot be claimed at once'
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
     SELECT e.id, e.is_new INTO v_id, v_is_new
     FROM enqueue_jobs(jsonb_build_array(p_job), false, p_idempotency_ttl) AS e;
     IF NOT v_is_new THEN
-        RETURN QUERY SELECT v_id, NULL::uuid;
+        RETURN QUERY
+        SELECT v_id, (SELECT j.lease_id FROM live_jobs AS j
+                      WHERE j.id = v_id AND j.lease_id = p_lease_id);
         RETURN;
     END IF;
     RETURN QUERY
     UPDATE live_jobs AS j
     SET status = 'claimed',
         worker_id = left(p_worker_id, 100),
-        lease_id = gen_random_uuid(),
+        lease_id = coalesce(p_lease_id, gen_random_uuid()),
         lease_expires_at = v_now + p_lease,
         claims = 1,
         attempts = 1,
@@ -105,6 +113,39 @@ BEGIN
         started_at = v_now
     WHERE j.id = v_id
     RETURNING j.id, j.lease_id;
+END $$;
+
+-- Appends events to jobs that this very lease has completed: a handler that ends its job in a transaction
+-- of its own may do so before its last reports are written.
+CREATE FUNCTION add_late_events(p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[])
+RETURNS SETOF uuid
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+AS $$
+DECLARE
+    v_mine uuid[];
+BEGIN
+    v_mine := ARRAY (
+        SELECT f.id
+        FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
+        JOIN finished_jobs AS f ON f.id = a.id AND f.lease_id = a.lease_id
+        FOR NO KEY UPDATE OF f SKIP LOCKED);
+    RETURN QUERY
+    WITH written AS (
+        INSERT INTO job_events (job_id, attempt, kind, data)
+        SELECT f.id, f.attempts, e.kind, coalesce(e.data, '{}')
+        FROM unnest(p_ids, p_kinds, p_datas) WITH ORDINALITY AS e (id, kind, data, n)
+        JOIN finished_jobs AS f ON f.id = e.id
+        WHERE e.id = ANY (v_mine)
+        ORDER BY e.n
+        RETURNING job_id)
+    UPDATE finished_jobs AS f
+    SET events_count = f.events_count + w.events
+    FROM (SELECT job_id, count(*)::int AS events FROM written GROUP BY job_id) AS w
+    WHERE f.id = w.job_id
+    RETURNING f.id;
+    PERFORM tell_watchers(v_mine);
 END $$;
 
 -- Asks to be told, on the channel schema:job, of every change to these jobs for a while.

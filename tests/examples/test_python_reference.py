@@ -1,0 +1,68 @@
+"""The Python reference says what `howdah` exports: every name, under its signature of today."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import howdah
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location(
+    "python_reference", ROOT / "tools/python_reference.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+PAGE = (ROOT / "docs/reference/python.md").read_text()
+SECTIONS = reference.sections(PAGE)
+ERRORS = {
+    name: (base, text)
+    for name, base, text in re.findall(
+        r"^\| `(\w+)` \| `?(\w+)`? \| (.+) \|$", PAGE[PAGE.index("\n## Errors") :], re.MULTILINE
+    )
+}
+METHODS = {
+    name: method
+    for name, method in inspect.getmembers(howdah.JobQueue, inspect.isfunction)
+    if not name.startswith("_")
+}
+
+
+def test_every_public_name_is_documented_and_no_other() -> None:
+    assert sorted([*SECTIONS, *ERRORS]) == sorted(howdah.__all__)
+
+
+def test_the_signatures_are_those_of_the_code() -> None:
+    assert reference.with_signatures(PAGE) == PAGE, "run `python tools/python_reference.py`"
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_class_or_function_has_its_signature(name: str) -> None:
+    value = getattr(howdah, name)
+    is_twin = name == "AsyncJobQueue"  # whose methods are those of JobQueue, see below
+    needs = (inspect.isclass(value) or inspect.isfunction(value)) and not is_twin
+    assert ("```pyi" in SECTIONS[name]) == needs
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_table_of_errors_is_right(name: str) -> None:
+    error = getattr(howdah, name)
+    base, text = ERRORS[name]
+    assert error.__bases__[0].__name__ == base
+    for attribute in re.findall(r"`\.(\w+)`", text):
+        source = "".join(inspect.getsource(c) for c in error.__mro__ if c.__module__ == "howdah.errors")
+        assert f"self.{attribute}" in source
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_async_queue_has_the_same_methods(name: str) -> None:
+    twin = getattr(howdah.AsyncJobQueue, name)
+    assert inspect.iscoroutinefunction(twin)
+    assert inspect.signature(twin) == inspect.signature(METHODS[name])

@@ -1,0 +1,24 @@
+"""The recording in the README is the one that `make recording` made."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("record_demo", ROOT / "tools/record_demo.py")
+assert _spec is not None
+assert _spec.loader is not None
+record_demo = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(record_demo)
+
+
+def test_the_readme_shows_what_was_recorded() -> None:
+    readme = (ROOT / "README.md").read_text()
+    recording = (ROOT / "docs/demo.txt").read_text()
+    assert record_demo.with_recording(readme, recording) == readme
+
+
+def test_the_recording_ends_with_nothing_lost() -> None:
+    lines = (ROOT / "docs/demo.txt").read_text().splitlines()
+    assert ["lost", "0"] in [line.split() for line in lines]

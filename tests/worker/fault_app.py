@@ -1,0 +1,123 @@
+"""An app for workers in processes of their own, which tests kill, stop and cut off.
+
+What runs do is written to a ledger outside the database: a file opened with O_APPEND, one JSON line each.
+The environment says where it is (FAULT_APP_LEDGER), how long leases are (FAULT_APP_LEASE), how often a
+worker polls that nothing but a notification should wake (FAULT_APP_POLL), and how long one may take to stop
+at once (FAULT_APP_LAST_PATIENCE)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+
+from howdah import App, Context, Retry, StateChange
+from howdah.cli import worker as cli
+from howdah.worker import fetcher
+
+app = App(lease=float(os.environ.get("FAULT_APP_LEASE", "30")))
+
+if "FAULT_APP_POLL" in os.environ:
+    fetcher.POLL = fetcher.POLL_WHEN_LISTENING = float(os.environ["FAULT_APP_POLL"])
+
+if "FAULT_APP_LAST_PATIENCE" in os.environ:
+    cli.LAST_PATIENCE = float(os.environ["FAULT_APP_LAST_PATIENCE"])
+
+
+def write(kind: str, job_id: object, attempt: int, **more: object) -> None:
+    """Append a line to the ledger."""
+    path = os.environ.get("FAULT_APP_LEDGER")
+    if path is None:
+        return
+    entry = {"kind": kind, "pid": os.getpid(), "job": str(job_id), "attempt": attempt, **more}
+    ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(ledger, json.dumps(entry).encode() + b"\n")
+    finally:
+        os.close(ledger)
+
+
+@app.on_state_change
+def record(change: StateChange) -> None:
+    if change.state == "completed":
+        write("accepted", change.id, change.attempt)
+
+
+@app.task(max_attempts=5)
+async def nap(ctx: Context, seconds: float = 0.0) -> None:
+    write("start", ctx.id, ctx.attempt)
+    await asyncio.sleep(seconds)
+    write("effect", ctx.id, ctx.attempt)
+
+
+@app.task
+async def noop() -> None:
+    pass
+
+
+@app.task
+def thread_nap(ctx: Context, seconds: float) -> None:
+    """In a thread that listens."""
+    write("start", ctx.id, ctx.attempt)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        ctx.check()
+    write("effect", ctx.id, ctx.attempt)
+
+
+@app.task
+def deaf_nap(ctx: Context, seconds: float) -> None:
+    """In a thread that does not."""
+    write("start", ctx.id, ctx.attempt)
+    time.sleep(seconds)
+    write("effect", ctx.id, ctx.attempt)
+
+
+@app.task(run_in="process")
+def process_nap(ctx: Context, seconds: float) -> None:
+    write("start", ctx.id, ctx.attempt)
+    time.sleep(seconds)
+    write("effect", ctx.id, ctx.attempt)
+
+
+@app.task(run_in="process", max_attempts=1)
+def leave(status: int) -> None:
+    os._exit(status)
+
+
+@app.task
+async def block(ctx: Context, seconds: float) -> None:
+    """Keeps the event loop from turning."""
+    write("start", ctx.id, ctx.attempt)
+    time.sleep(seconds)  # noqa: ASYNC251
+
+
+@app.task
+async def stubborn_nap(ctx: Context, seconds: float) -> None:
+    """In the event loop, and not to be cancelled."""
+    write("start", ctx.id, ctx.attempt)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(end - time.monotonic())
+    write("effect", ctx.id, ctx.attempt)
+
+
+@app.task(max_attempts=2)
+async def killer(ctx: Context) -> None:
+    write("start", ctx.id, ctx.attempt)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(max_attempts=5, retry=Retry.fixed(0.02))
+async def flaky(ctx: Context, key: str, n: int) -> None:
+    """Fails at first, every third time."""
+    write("start", ctx.id, ctx.attempt, key=key, n=n)
+    await asyncio.sleep(0.005)
+    write("end", ctx.id, ctx.attempt, key=key, n=n)
+    if n % 3 == 0 and ctx.attempt == 1:
+        raise OSError("not yet")

@@ -1,0 +1,331 @@
+"""Tasks at the top level of a module, where a new process finds them. Most exist three times, as
+`async:NAME`, `thread:NAME` and `process:NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from howdah import App, Cancel, Context, Fail, Retry, Snooze, Task, current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+app = App()  # has a middleware and a lifespan
+plain = App()  # has none
+
+FOREVER = 60.0
+
+
+def in_each_executor(**options: Any) -> Callable[[Callable[..., Any]], Task[..., Any]]:
+    """Register a function three times; the process's task is what the module holds under its name."""
+
+    def register(function: Callable[..., Any]) -> Task[..., Any]:
+        @functools.wraps(function)
+        async def in_loop(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        name = function.__name__
+        plain.task(name=f"async:{name}", **options)(in_loop)
+        plain.task(name=f"thread:{name}", **options)(function)
+        return plain.task(name=f"process:{name}", run_in="process", **options)(function)
+
+    return register
+
+
+def note(path: str, text: object = "ran") -> int:
+    """Write a line; gives how many there are."""
+    with open(path, "a") as file:
+        file.write(f"{text}\n")
+    return len(Path(path).read_text().splitlines())
+
+
+QUICK = Retry.fixed(0)
+
+
+@in_each_executor()
+def ok(x: int, ctx: Context) -> dict[str, Any]:
+    return {"x": x, "attempt": ctx.attempt}
+
+
+@in_each_executor(retry=QUICK, max_attempts=3)
+def flaky(path: str, ctx: Context) -> int:
+    if note(path) < 3:
+        raise OSError(f"not yet, {ctx.attempt}")
+    return ctx.attempt
+
+
+@in_each_executor(max_attempts=1)
+def snoozing(path: str) -> str:
+    if note(path, time.time()) == 1:
+        raise Snooze(0.4)
+    return "awake"
+
+
+@in_each_executor(retry=QUICK, max_attempts=2)
+def hopeless(path: str) -> None:
+    note(path)
+    raise ValueError("\x00 no \ud800 way")
+
+
+@in_each_executor(retry=QUICK, max_attempts=5)
+def gives_up(path: str) -> None:
+    note(path)
+    raise Fail("of no use")
+
+
+@in_each_executor(retry=Retry.fixed(0, never_on=KeyError), max_attempts=5)
+def never_on(path: str) -> None:
+    note(path)
+    raise KeyError("k")
+
+
+@in_each_executor(max_attempts=5)
+def cancels_itself(path: str) -> None:
+    note(path)
+    raise Cancel("not needed any more")
+
+
+class Silent(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Rude(BaseException):
+    pass
+
+
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "Rude": Rude,
+    "Silent": Silent,
+    "GeneratorExit": GeneratorExit,
+    "CancelledError": asyncio.CancelledError,
+    "StopIteration": StopIteration,
+}
+
+
+@in_each_executor(max_attempts=1)
+def raises(name: str) -> None:
+    raise RAISED[name]()
+
+
+class Unstorable:
+    pass
+
+
+RESULTS: dict[str, Callable[[], Any]] = {
+    "object": Unstorable,
+    "nan": lambda: float("nan"),
+    "nul": lambda: "\x00",
+    "large": lambda: "x" * 100_000,
+    "deep": lambda: functools.reduce(lambda inner, _: [inner], range(200), []),
+}
+
+
+@in_each_executor(retry=QUICK, max_attempts=3)
+def returns(path: str, name: str) -> Any:
+    note(path)
+    return RESULTS[name]()
+
+
+# ── long ones ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _wait(ctx: Context) -> None:
+    give_up = time.monotonic() + FOREVER
+    while time.monotonic() < give_up:
+        ctx.check()
+        time.sleep(0.01)
+
+
+def _long(options: dict[str, Any], name: str) -> None:
+    """`async:NAME` and `thread:NAME`: the first run waits to be stopped, and the second returns."""
+
+    async def in_loop(path: str) -> str:
+        if note(path) > 1:
+            return "second"
+        try:
+            await asyncio.sleep(FOREVER)
+        finally:
+            note(path, "stopped")
+        return "first"
+
+    def in_thread(path: str, ctx: Context) -> str:
+        if note(path) > 1:
+            return "second"
+        try:
+            _wait(ctx)
+        finally:
+            note(path, "stopped")
+        return "first"
+
+    plain.task(name=f"async:{name}", **options)(in_loop)
+    plain.task(name=f"thread:{name}", **options)(in_thread)
+
+
+_long({}, "long")
+_long({"timeout": 0.3, "retry": Retry.never()}, "limited")
+
+
+@plain.task(name="process:long", run_in="process")
+def long(path: str) -> str:
+    if note(path, os.getpid()) > 1:
+        return "second"
+    time.sleep(FOREVER)
+    return "first"
+
+
+@plain.task(name="process:limited", run_in="process", timeout=0.3, retry=Retry.never())
+def limited(path: str) -> None:
+    note(path, os.getpid())
+    time.sleep(FOREVER)
+
+
+@plain.task(run_in="process")
+def stubborn(path: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(path, os.getpid())
+    time.sleep(FOREVER)
+
+
+@in_each_executor()
+def deaf(path: str, release: str) -> str:
+    """Never looks at its context."""
+    note(path)
+    give_up = time.monotonic() + FOREVER
+    while not Path(release).exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return "late"
+
+
+# ── crashes ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@plain.task(run_in="process", max_attempts=1)
+def crash(how: str) -> None:
+    match how:
+        case "segfault":
+            ctypes.string_at(0)
+        case "exit":
+            os._exit(7)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@plain.task(run_in="process", max_attempts=1, memory_limit=2 * 2**30)
+def hungry() -> int:
+    return len(bytearray(4 * 2**30))
+
+
+@plain.task(run_in="process")
+def neighbour(release: str) -> str:
+    give_up = time.monotonic() + FOREVER
+    while not Path(release).exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return "unharmed"
+
+
+# ── the context ───────────────────────────────────────────────────────────────────────────────────
+
+
+@in_each_executor(timeout=50, max_attempts=7)
+def describes(ctx: Context) -> dict[str, Any]:
+    assert current() is ctx
+    return {
+        "id": ctx.id,
+        "job_type": ctx.job_type,
+        "queue": ctx.queue,
+        "attempt": ctx.attempt,
+        "max_attempts": ctx.max_attempts,
+        "request_id": ctx.request_id,
+        "idempotency_key": ctx.idempotency_key,
+        "deadline": ctx.deadline,
+        "cancelled": ctx.cancelled,
+    }
+
+
+@in_each_executor()
+def reports(count: int, ctx: Context) -> None:
+    for n in range(count):
+        ctx.event("step", {"n": n})
+    ctx.log("done \x00 \ud800")
+    ctx.progress(70, stage="last")
+
+
+@in_each_executor(max_attempts=1)
+def fails_at_a_stage(ctx: Context) -> None:
+    ctx.progress(40, stage="packing")
+    ctx.event("about to fail")
+    raise RuntimeError("torn")
+
+
+@in_each_executor()
+def goes_back(ctx: Context, release: str) -> None:
+    ctx.progress(60, stage="one")
+    ctx.progress(20)
+    ctx.progress(float("nan"))
+    ctx.progress(stage="two")
+    give_up = time.monotonic() + FOREVER
+    while not Path(release).exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
+@plain.task(name="process:charge", run_in="process", retry=QUICK)
+def charge(ctx: Context) -> None:
+    ctx.event("before", {"attempt": ctx.attempt})
+    with psycopg.connect(os.environ["HOWDAH_DATABASE_URL"]) as conn:
+        conn.execute("INSERT INTO charges VALUES (%s, %s)", [ctx.id, ctx.attempt])
+        plain.queue.complete(ctx.completion(), {"charged": ctx.attempt}, conn=conn)
+        if ctx.attempt == 1:
+            raise OSError("torn before the commit")
+
+
+@in_each_executor()
+def enqueues_another() -> str:
+    return str(CHILD.enqueue(1).id)
+
+
+CHILD = plain.task(name="child")(lambda x: x)
+
+
+# ── middleware and lifespan ───────────────────────────────────────────────────────────────────────
+
+
+@app.middleware
+def around(ctx: Context) -> Iterator[None]:
+    path = ctx.data.get("path") if isinstance(ctx.data, dict) else None
+    if path is None:
+        yield
+        return
+    note(path, f"before {ctx.resources.get('colour')}")
+    try:
+        yield
+    except OSError as error:
+        note(path, f"raised {error}")
+        if ctx.data.get("swallow"):
+            return
+        raise
+    note(path, "after")
+
+
+@app.lifespan
+def colours() -> Iterator[dict[str, str]]:
+    yield {"colour": "grey"}
+
+
+@app.task(run_in="process", max_attempts=1)
+def surrounded(path: str, swallow: bool = False, fail: bool = False) -> str | None:
+    note(path, "inside")
+    if fail:
+        raise OSError("torn")
+    return "returned"

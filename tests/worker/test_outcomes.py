@@ -1,0 +1,451 @@
+"""How runs end: every outcome, in the event loop, in a thread and in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tasks_module import note
+from waiting import ended, eventually, lines
+
+from howdah import JobCancelled, JobFailed, Retry, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import psycopg
+
+    from conftest import RunWorker
+    from howdah import App, Context
+
+EXECUTORS = ("async", "thread", "process")
+
+
+@pytest.fixture(scope="module")
+def database(module_database: str) -> str:
+    return module_database
+
+
+in_each_executor = pytest.mark.parametrize("executor", EXECUTORS)
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+# ── ok, retried, snoozed ──────────────────────────────────────────────────────────────────────────
+
+
+@in_each_executor
+async def test_a_handler_that_returns_completes_its_job(
+    module_app: App, running_worker: RunWorker, executor: str
+) -> None:
+    handle = await module_app.tasks[f"{executor}:ok"].aenqueue(7)
+    async with running_worker(module_app) as worker:
+        assert await handle.aresult(30) == {"x": 7, "attempt": 1}
+    job = await handle.ajob()
+    assert (job.status, job.progress, job.attempts) == (Status.COMPLETED, 100, 1)
+    assert job.worker_id == worker.worker_id
+    assert job.started_at is not None
+    assert job.completed_at is not None
+    assert job.started_at <= job.completed_at
+
+
+@in_each_executor
+async def test_a_failed_attempt_is_followed_by_another(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    handle = await module_app.tasks[f"{executor}:flaky"].aenqueue(str(tmp_path / "ran"))
+    async with running_worker(module_app):
+        assert await handle.aresult(30) == 3
+    assert len(lines(tmp_path / "ran")) == 3
+    assert (await handle.ajob()).attempts == 3
+    errors = await module_app.aqueue.events(handle)
+    assert [(event.kind, event.attempt) for event in errors] == [("error", 1), ("error", 2)]
+    assert errors[0].data["error"] == "OSError: not yet, 1"
+    assert "Traceback" in errors[0].data["traceback"]
+
+
+@in_each_executor
+async def test_a_snoozed_job_runs_again_after_the_delay_and_no_attempt_is_used(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    handle = await module_app.tasks[f"{executor}:snoozing"].aenqueue(str(tmp_path / "ran"))
+    async with running_worker(module_app):
+        assert await handle.aresult(30) == "awake"
+    first, second = map(float, lines(tmp_path / "ran"))
+    assert second - first >= 0.4
+    job = await handle.ajob()
+    assert (job.attempts, job.last_error, job.events_count) == (1, None, 0)
+
+
+# ── failed for good ───────────────────────────────────────────────────────────────────────────────
+
+
+@in_each_executor
+async def test_a_job_without_an_attempt_left_has_failed(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    handle = await module_app.tasks[f"{executor}:hopeless"].aenqueue(str(tmp_path / "ran"))
+    async with running_worker(module_app):
+        with pytest.raises(JobFailed, match=r"failed after 2 attempt\(s\): ValueError") as caught:
+            await handle.aresult(30)
+    assert len(lines(tmp_path / "ran")) == 2
+    assert caught.value.job.last_error == "ValueError: � no ? way"
+
+
+@in_each_executor
+async def test_what_must_not_be_retried_is_not(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    errors = {"gives_up": "Fail: of no use", "never_on": "KeyError: 'k'"}
+    async with running_worker(module_app):
+        for name, error in errors.items():
+            task = module_app.tasks[f"{executor}:{name}"]
+            job = await ended(await task.aenqueue(str(tmp_path / name)))
+            assert len(lines(tmp_path / name)) == 1
+            assert (job.status, job.attempts, job.last_error) == (Status.FAILED, 1, error)
+
+
+@in_each_executor
+async def test_a_result_that_cannot_be_stored_fails_its_job_at_once(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    task = module_app.tasks[f"{executor}:returns"]
+    names = ["object", "nan", "nul", "large", "deep"]
+    handles = [await task.aenqueue(str(tmp_path / name), name) for name in names]
+    async with running_worker(module_app):
+        jobs = [await ended(handle) for handle in handles]
+    for name, job in zip(names, jobs, strict=True):
+        assert (job.status, job.attempts) == (Status.FAILED, 1), name
+        assert len(lines(tmp_path / name)) == 1, name
+        assert job.last_error is not None
+        assert "returned what cannot be stored as its result" in job.last_error, name
+
+
+@in_each_executor
+async def test_whatever_a_handler_raises_fails_its_own_job_and_the_worker_lives(
+    module_app: App, running_worker: RunWorker, executor: str
+) -> None:
+    names = ["SystemExit", "KeyboardInterrupt", "Rude", "Silent", "GeneratorExit", "CancelledError"]
+    if executor != "async":
+        names.append("StopIteration")
+    async with running_worker(module_app, concurrency=2):
+        task = module_app.tasks[f"{executor}:raises"]
+        handles = [await task.aenqueue(name) for name in names]
+        jobs = [await ended(handle) for handle in handles]
+        for name, job in zip(names, jobs, strict=True):
+            assert job.status is Status.FAILED, name
+            assert (job.last_error or "").startswith(name), name
+        # All of its slots still serve.
+        well = [await module_app.tasks[f"{executor}:ok"].aenqueue(n) for n in range(4)]
+        assert [(await handle.aresult(30))["x"] for handle in well] == [0, 1, 2, 3]
+
+
+async def test_a_handler_may_cancel_its_own_job(
+    module_app: App, running_worker: RunWorker, tmp_path: Path
+) -> None:
+    handles = [
+        await module_app.tasks[f"{executor}:cancels_itself"].aenqueue(str(tmp_path / "ran"))
+        for executor in EXECUTORS
+    ]
+    async with running_worker(module_app):
+        for handle in handles:
+            with pytest.raises(JobCancelled):
+                await handle.aresult(30)
+            assert (await handle.ajob()).last_error == "not needed any more"
+    assert len(lines(tmp_path / "ran")) == 3
+
+
+# ── timed out, cancelled, taken over, lost ────────────────────────────────────────────────────────
+
+
+@in_each_executor
+async def test_a_run_that_takes_too_long_is_stopped_and_fails(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    ran = tmp_path / "ran"
+    handle = await module_app.tasks[f"{executor}:limited"].aenqueue(str(ran))
+    async with running_worker(module_app):
+        job = await ended(handle)
+        if executor == "process":
+            (pid,) = lines(ran)
+            await eventually(lambda: not is_alive(pid))
+    assert job.status is Status.FAILED
+    assert job.last_error == "TimeoutError: timed out after 0.3 s"
+    if executor != "process":
+        assert lines(ran) == ["ran", "stopped"]
+
+
+@in_each_executor
+async def test_a_running_job_can_be_cancelled(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    ran = tmp_path / "ran"
+    handle = await module_app.tasks[f"{executor}:long"].aenqueue(str(ran))
+    async with running_worker(module_app):
+        await eventually(lambda: lines(ran))
+        assert await handle.acancel()
+        with pytest.raises(JobCancelled):
+            await handle.aresult(30)
+        if executor == "process":
+            (pid,) = lines(ran)
+            await eventually(lambda: not is_alive(pid))
+    assert not await handle.acancel()
+    if executor != "process":
+        assert lines(ran) == ["ran", "stopped"]
+
+
+async def test_a_process_that_ignores_its_end_is_killed(
+    module_app: App, running_worker: RunWorker, tmp_path: Path
+) -> None:
+    handle = await module_app.tasks["stubborn"].aenqueue(str(tmp_path / "ran"))
+    async with running_worker(module_app):
+        await eventually(lambda: lines(tmp_path / "ran"))
+        await handle.acancel()
+        assert (await ended(handle)).status is Status.CANCELLED
+        (pid,) = lines(tmp_path / "ran")
+        await eventually(lambda: not is_alive(pid))
+
+
+@in_each_executor
+async def test_a_job_that_is_taken_over_is_finished_by_another_worker(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
+) -> None:
+    ran = tmp_path / "ran"
+    handle = await module_app.tasks[f"{executor}:long"].aenqueue(str(ran))
+    async with running_worker(module_app) as first:
+        await eventually(lambda: lines(ran))
+        first.stop()  # it claims no more, and keeps the lease of what still runs
+        async with running_worker(module_app) as second:
+            assert await module_app.atakeover(handle)
+            assert await handle.aresult(30) == "second"
+    job = await handle.ajob()
+    assert (job.worker_id, job.attempts) == (second.worker_id, 1)
+    assert not await module_app.atakeover(handle)
+
+
+def steal(conn: psycopg.Connection[Any], job_id: object) -> None:
+    conn.execute(
+        "UPDATE howdah.live_jobs SET lease_id = gen_random_uuid(), worker_id = 'thief', "
+        "lease_expires_at = now() + interval '1 hour' WHERE id = %s",
+        [job_id],
+    )
+
+
+@in_each_executor
+async def test_a_run_that_lost_its_lease_is_stopped_and_writes_nothing(
+    module_app: App,
+    running_worker: RunWorker,
+    connect: Callable[..., psycopg.Connection[Any]],
+    tmp_path: Path,
+    executor: str,
+) -> None:
+    ran = tmp_path / "ran"
+    handle = await module_app.tasks[f"{executor}:long"].aenqueue(str(ran))
+    async with running_worker(module_app, lease=1.5) as worker:
+        await eventually(lambda: lines(ran))
+        steal(connect(), handle.id)
+        if executor == "process":
+            (pid,) = lines(ran)
+            await eventually(lambda: not is_alive(pid))
+        else:
+            await eventually(lambda: lines(ran) == ["ran", "stopped"])
+        await eventually(lambda: worker.health()["running"] == 0)
+    job = await handle.ajob()
+    assert (job.status.is_final, job.worker_id) == (False, "thief")
+    assert (job.attempts, job.last_error, job.events_count) == (1, None, 0)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+async def test_a_late_result_is_refused_and_logged(
+    module_app: App,
+    running_worker: RunWorker,
+    connect: Callable[..., psycopg.Connection[Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    executor: str,
+) -> None:
+    release = tmp_path / "release"
+    task = module_app.tasks[f"{executor}:deaf"]
+    handle = await task.aenqueue(str(tmp_path / "ran"), str(release))
+    async with running_worker(module_app):
+        await eventually(lambda: lines(tmp_path / "ran"))
+        steal(connect(), handle.id)
+        release.touch()
+        await eventually(lambda: "a late acknowledgement was refused" in caplog.text)
+    (record,) = (r for r in caplog.records if "late acknowledgement" in r.message)
+    assert record.levelno == logging.WARNING
+    assert record.job_id == str(handle.id)  # type: ignore[attr-defined]
+    job = await handle.ajob()
+    assert (job.status.is_final, job.worker_id, job.result) == (False, "thief", None)
+
+
+# ── crashes ───────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_process_that_dies_fails_its_own_job_and_no_other(
+    module_app: App, running_worker: RunWorker, tmp_path: Path
+) -> None:
+    release = tmp_path / "release"
+    async with running_worker(module_app, processes=2):
+        beside = await module_app.tasks["neighbour"].aenqueue(str(release))
+        for how, error in (
+            ("segfault", "ProcessDied: the task's process was killed by SIGSEGV"),
+            ("kill", "ProcessDied: the task's process was killed by SIGKILL"),
+            ("exit", "ProcessDied: the task's process ended with status 7 before the task did"),
+        ):
+            job = await ended(await module_app.tasks["crash"].aenqueue(how))
+            assert (job.status, job.last_error) == (Status.FAILED, error)
+        job = await ended(await module_app.tasks["hungry"].aenqueue())
+        assert (job.status, job.last_error) == (Status.FAILED, "MemoryError")
+        release.touch()
+        assert await beside.aresult(30) == "unharmed"
+        assert (await beside.ajob()).attempts == 1
+
+
+# ── an event loop that stands still ───────────────────────────────────────────────────────────────
+
+
+RIVAL = """
+import asyncio, pathlib, sys, time
+from howdah import App, Worker
+app = App(sys.argv[1])
+ran, ready = map(pathlib.Path, sys.argv[2:])
+
+@app.task
+async def blocks(ran: str, ready: str) -> None:
+    with open(ran, "a") as file:
+        file.write("again\\n")
+
+async def live() -> None:
+    worker = Worker(app, lease=0.5)
+    running = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    ready.write_text("ready")
+    await running
+
+while not ran.exists():
+    time.sleep(0.01)
+asyncio.run(live())
+"""
+
+
+async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(
+    app: App, running_worker: RunWorker, database: str, tmp_path: Path
+) -> None:
+    """For ten times its lease, beside another worker that has nothing else to do."""
+
+    @app.task(max_attempts=3)
+    async def blocks(ran: str, ready: str) -> bool:
+        note(ran)
+        give_up = time.monotonic() + 30
+        while not lines(ready) and time.monotonic() < give_up:
+            time.sleep(0.01)  # noqa: ASYNC251 - that is the point
+        time.sleep(5)  # noqa: ASYNC251
+        return bool(lines(ready))
+
+    paths = str(tmp_path / "ran"), str(tmp_path / "ready")
+    rival = await asyncio.create_subprocess_exec(sys.executable, "-c", RIVAL, database, *paths)
+    try:
+        async with running_worker(app, lease=0.5):
+            job = await ended(await blocks.aenqueue(*paths))
+    finally:
+        rival.kill()
+        await rival.wait()
+    assert (job.status, job.result, job.attempts) == (Status.COMPLETED, True, 1)
+    assert lines(paths[0]) == ["ran"]
+
+
+# ── odd ends ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_handler_that_awaits_a_cancelled_task_fails_like_any_other(
+    app: App, running_worker: RunWorker
+) -> None:
+    @app.task(max_attempts=1)
+    async def awaits_cancelled() -> None:
+        other = asyncio.create_task(asyncio.sleep(60))
+        other.cancel()
+        await other
+
+    @app.task
+    async def fine() -> str:
+        return "fine"
+
+    async with running_worker(app, concurrency=1):
+        job = await ended(await awaits_cancelled.aenqueue())
+        assert (job.status, job.last_error) == (Status.FAILED, "CancelledError")
+        assert await (await fine.aenqueue()).aresult(30) == "fine"
+
+
+async def test_a_retry_policy_that_raises_leaves_the_job_to_be_tried_again(
+    app: App, running_worker: RunWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def policy(attempt: int, error: BaseException) -> float:
+        raise SystemExit("no idea")
+
+    @app.task(retry=policy)
+    def fails() -> None:
+        raise OSError
+
+    handle = await fails.aenqueue()
+    async with running_worker(app):
+        await eventually(lambda: "a retry policy failed" in caplog.text)
+        await eventually(lambda: _is_pending(app, handle))
+    job = await handle.ajob()
+    assert (job.status, job.attempts, job.last_error) == (Status.PENDING, 1, "OSError")
+    assert (job.run_at - job.created_at).total_seconds() > 9
+
+
+async def _is_pending(app: App, handle: Any) -> bool:
+    return (await app.aqueue.get(handle)).last_error is not None
+
+
+async def test_a_time_limit_of_the_handlers_own_is_an_error_like_any_other(
+    app: App, running_worker: RunWorker
+) -> None:
+    @app.task(timeout=50, max_attempts=1)
+    async def limits_itself() -> None:
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(60)
+
+    @app.task(max_attempts=1, retry=Retry.never())
+    def says_timeout(ctx: Context) -> None:
+        ctx.abort = "timeout"
+        ctx.check()
+
+    async with running_worker(app):
+        job = await ended(await limits_itself.aenqueue())
+        assert (job.status, job.last_error) == (Status.FAILED, "TimeoutError")
+        job = await ended(await says_timeout.aenqueue())
+        assert (job.status, job.last_error) == (Status.FAILED, "TimeoutError: timed out after 0 s")
+
+
+async def test_a_handler_that_turns_its_interruption_into_an_error_is_given_back(
+    app: App, running_worker: RunWorker, tmp_path: Path
+) -> None:
+    @app.task
+    async def rude() -> None:
+        note(str(tmp_path / "ran"))
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise RuntimeError("in its cleanup")
+
+    handle = await rude.aenqueue()
+    async with running_worker(app, grace=0):
+        await eventually(lambda: lines(tmp_path / "ran"))
+    job = await handle.ajob()
+    assert (job.status, job.attempts, job.last_error) == (Status.PENDING, 0, None)
