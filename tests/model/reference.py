@@ -1,0 +1,448 @@
+"""The protocol in plain Python: what every operation does to every job, exactly.
+
+A transaction sees what is committed and, above it, what it wrote itself; what it wrote is locked, so
+the two never conflict. `system` runs each operation on the database and on this, and compares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from uuid import UUID
+
+REFUNDS = 10
+MARGIN = timedelta(seconds=1)
+HOUR = timedelta(hours=1)
+
+Lane = tuple[str, int]  # job type and priority; the queue is always the same
+Heads = dict[Lane, datetime | None]
+Lock = Literal["update", "no key update"]
+
+
+class Violation(AssertionError):
+    """The database did what the protocol forbids."""
+
+
+def must(holds: object, sentence: str) -> None:
+    if not holds:
+        raise Violation(sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class Soon:
+    """A due time of now, or a while from now, that the database's clock has yet to fill in."""
+
+    delay: timedelta = timedelta()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A job to enqueue."""
+
+    job_type: str = "a"
+    priority: int = 100
+    delay: int = 0  # hours
+    key: str | None = None
+    once: str | None = None
+    max_attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelJob:
+    """One job, live or finished."""
+
+    id: UUID
+    spec: Spec
+    run_at: datetime | Soon
+    turn: int  # stands for seq: only its order counts
+    status: str = "pending"
+    attempts: int = 0
+    claims: int = 0
+    lease: UUID | None = None
+    left: timedelta = timedelta()  # of the lease
+    started: bool = False
+    holds_key: bool = False
+    blockers: int = 0
+    cancel_requested: bool = False
+    progress: int = 0
+    events: int = 0
+    result: int | None = None
+
+    @property
+    def lane(self) -> Lane:
+        return self.spec.job_type, self.spec.priority
+
+    @property
+    def live(self) -> bool:
+        return self.status in ("pending", "claimed")
+
+    @property
+    def expired(self) -> bool:
+        return self.status == "claimed" and self.left <= timedelta()
+
+    @property
+    def refundable(self) -> bool:
+        return not self.started and self.claims - self.attempts < REFUNDS
+
+    def at(self) -> datetime:
+        assert isinstance(self.run_at, datetime), "not yet compared with the database"
+        return self.run_at
+
+
+@dataclass(slots=True)
+class Transaction:
+    """What one transaction wrote and locked. Every lock comes with a copy of the row in `wrote`."""
+
+    wrote: dict[UUID, ModelJob] = field(default_factory=dict)
+    locks: dict[UUID, Lock] = field(default_factory=dict)
+    once: dict[str, tuple[UUID, timedelta]] = field(default_factory=dict)
+    unsettled: list[str] = field(default_factory=list)
+    to_settle: list[tuple[str, int]] = field(default_factory=list)
+    drained: int = 0
+    passed: timedelta = timedelta()  # since it began
+
+
+class Reference:
+    """Every job that was committed, and the transactions that are open."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[UUID, ModelJob] = {}
+        self.once: dict[str, tuple[UUID, timedelta]] = {}
+        self.unsettled: list[str] = []
+        self.open: dict[int, Transaction] = {}
+        self.heads: Heads = {}  # as the acting transaction sees them
+        self.endings: Counter[UUID] = Counter()  # accepted since the last retry, committed or not
+        self._turn = 0
+
+    # ── transactions ──────────────────────────────────────────────────────────────────────────────
+
+    def view(self, client: int) -> dict[UUID, ModelJob]:
+        if client not in self.open:
+            return self.jobs
+        return self.jobs | self.open[client].wrote
+
+    def lock_of_another(self, client: int, job_id: UUID) -> Lock | None:
+        for other, transaction in self.open.items():
+            if other != client and job_id in transaction.locks:
+                return transaction.locks[job_id]
+        return None
+
+    def commit(self, client: int) -> None:
+        for key, turn in self.open[client].to_settle:
+            self._settle_key(client, key, turn)
+        done = self.open.pop(client)
+        for job_id, job in done.wrote.items():
+            before = self.jobs.get(job_id)
+            if not job.live and (before is None or before.live):
+                self.endings[job_id] += 1
+                must(self.endings[job_id] == 1, f"P2: {job_id} ended twice without a retry")
+            elif job.live:
+                self.endings[job_id] = 0
+        self.jobs.update(done.wrote)
+        self.once.update(done.once)
+        self.unsettled = self.unsettled[done.drained :] + done.unsettled
+
+    def rollback(self, client: int) -> Transaction:
+        """Forgets the transaction; the rows it had locked catch up with the time that passed."""
+        undone = self.open.pop(client)
+        for job_id in undone.locks:
+            if job_id in self.jobs:
+                self.jobs[job_id] = _later(self.jobs[job_id], undone.passed)
+        for key in undone.once:
+            if key in self.once:
+                owner, left = self.once[key]
+                self.once[key] = owner, left - undone.passed
+        return undone
+
+    def pass_time(self, by: timedelta) -> None:
+        held: set[UUID] = set()
+        keys: set[str] = set()
+        for transaction in self.open.values():
+            transaction.passed += by
+            held.update(transaction.locks)
+            keys.update(transaction.once)
+            for job_id, job in transaction.wrote.items():
+                transaction.wrote[job_id] = _later(job, by)
+            for key, (owner, left) in transaction.once.items():
+                transaction.once[key] = owner, left - by
+        for job_id, job in self.jobs.items():
+            if job_id not in held:
+                self.jobs[job_id] = _later(job, by)
+        for key, (owner, left) in self.once.items():
+            if key not in keys:
+                self.once[key] = owner, left - by
+
+    def _write(self, client: int, job: ModelJob, lock: Lock = "update") -> None:
+        transaction = self.open[client]
+        transaction.wrote[job.id] = job
+        if transaction.locks.get(job.id) != "update":
+            transaction.locks[job.id] = lock
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    # ── enqueueing ────────────────────────────────────────────────────────────────────────────────
+
+    def enqueue(
+        self, client: int, jobs: Sequence[tuple[UUID, Spec]], *, again: bool = False
+    ) -> list[tuple[UUID, bool]]:
+        transaction = self.open[client]
+        answer = []
+        for job_id, spec in jobs:
+            owner = job_id
+            if spec.once is not None:
+                known = transaction.once.get(spec.once) or self.once.get(spec.once)
+                if known is None or known[1] <= timedelta():
+                    known = job_id, HOUR
+                transaction.once[spec.once] = known
+                owner = known[0]
+            fresh = owner == job_id and job_id not in self.view(client)
+            answer.append((owner, fresh or (again and owner == job_id)))
+            if fresh:
+                self._insert(client, job_id, spec, spec.delay * HOUR, events=0)
+        return answer
+
+    def _insert(
+        self, client: int, job_id: UUID, spec: Spec, delay: timedelta, *, events: int
+    ) -> None:
+        job = ModelJob(
+            id=job_id,
+            spec=spec,
+            run_at=Soon(delay),
+            turn=self._next_turn(),
+            blockers=int(spec.key is not None),
+            events=events,
+        )
+        self._write(client, job)
+        if spec.key is not None:
+            self.open[client].to_settle.append((spec.key, job.turn))
+
+    # ── claiming ──────────────────────────────────────────────────────────────────────────────────
+
+    def visible_to_claims(self, job: ModelJob) -> bool:
+        """Whether a claim that starts at the heads gets to see this pending job."""
+        if job.lane not in self.heads:
+            return False
+        head = self.heads[job.lane]
+        return head is None or job.at() >= head
+
+    def claimable(
+        self,
+        client: int,
+        now: datetime,
+        types: Sequence[str] | None = None,
+        *,
+        ignore_heads: bool = False,
+    ) -> list[tuple[Lane, datetime, list[ModelJob]]]:
+        """Lanes in the order of claiming: (lane, the first due time seen, what can be taken)."""
+        lanes: dict[Lane, list[ModelJob]] = {}
+        for job in self.view(client).values():
+            if job.status == "pending" and job.blockers == 0 and job.at() <= now:
+                if types is not None and job.spec.job_type not in types:
+                    continue
+                if self.visible_to_claims(job) or (ignore_heads and job.lane in self.heads):
+                    lanes.setdefault(job.lane, []).append(job)
+        found = []
+        for lane, jobs in lanes.items():
+            jobs.sort(key=lambda job: (job.at(), job.id))
+            free = [job for job in jobs if self.lock_of_another(client, job.id) is None]
+            found.append((lane, jobs[0].at(), free))
+        return sorted(found, key=lambda lane: (-lane[0][1], lane[1]))
+
+    def claim(self, client: int, taken: Sequence[UUID], lease: UUID, *, started: bool) -> None:
+        for job_id in taken:
+            job = self.view(client)[job_id]
+            must(job.attempts < job.spec.max_attempts, f"P4: {job_id} had no attempt left")
+            claimed = replace(
+                job,
+                status="claimed",
+                attempts=job.attempts + 1,
+                claims=job.claims + 1,
+                lease=lease,
+                left=HOUR,
+                started=started,
+                progress=0,
+            )
+            self._write(client, claimed)
+
+    # ── acknowledging ─────────────────────────────────────────────────────────────────────────────
+
+    def holds(self, client: int, job_id: UUID, lease: UUID) -> bool:
+        """Whether this fence is the one of the job's live lease."""
+        job = self.view(client).get(job_id)
+        return job is not None and job.status == "claimed" and job.lease == lease
+
+    def start(self, client: int, job_id: UUID) -> None:
+        self._write(client, replace(self.view(client)[job_id], started=True))
+
+    def complete(self, client: int, results: Mapping[UUID, int]) -> None:
+        jobs = self.view(client)
+        self._finish(
+            client,
+            [
+                replace(jobs[job_id], status="completed", result=result, progress=100)
+                for job_id, result in results.items()
+            ],
+        )
+
+    def completed_by(self, client: int, job_id: UUID, lease: UUID) -> bool:
+        job = self.view(client).get(job_id)
+        return job is not None and job.status == "completed" and job.lease == lease
+
+    def fail(self, client: int, retry_in: Mapping[UUID, timedelta | None]) -> None:
+        ended = []
+        for job_id, delay in retry_in.items():
+            job = self.view(client)[job_id]
+            job = replace(job, events=job.events + 1)
+            if job.cancel_requested:
+                ended.append(replace(job, status="cancelled"))
+            elif delay is None or job.attempts >= job.spec.max_attempts:
+                ended.append(replace(job, status="failed"))
+            else:
+                self._write(client, _unclaimed(job, run_at=Soon(delay)))
+        self._finish(client, ended)
+
+    def release(self, client: int, ids: Iterable[UUID], delay: timedelta = timedelta()) -> None:
+        ended = []
+        for job_id in ids:
+            job = self.view(client)[job_id]
+            if job.cancel_requested:
+                ended.append(replace(job, status="cancelled"))
+            else:
+                due = Soon(delay) if delay else self._due_again(job)
+                back = _unclaimed(job, run_at=due)
+                back = replace(back, attempts=job.attempts - 1, claims=job.claims - 1)
+                self._write(client, back)
+        self._finish(client, ended)
+
+    def stop(self, client: int, ids: Iterable[UUID]) -> None:
+        jobs = self.view(client)
+        self._finish(client, [replace(jobs[job_id], status="cancelled") for job_id in ids])
+
+    def extend(self, client: int, job_id: UUID, *, started: bool) -> None:
+        job = self.view(client)[job_id]
+        job = replace(job, left=HOUR, started=job.started or started)
+        self._write(client, job, "no key update")
+
+    def report(self, client: int, job_id: UUID, percent: int) -> None:
+        job = self.view(client)[job_id]
+        job = replace(job, progress=max(job.progress, min(percent, 100)), started=True)
+        self._write(client, job, "no key update")
+
+    # ── operating ─────────────────────────────────────────────────────────────────────────────────
+
+    def stale(self, client: int) -> list[UUID]:
+        return [
+            job.id
+            for job in self.view(client).values()
+            if job.expired and self.lock_of_another(client, job.id) is None
+        ]
+
+    def recover(self, client: int, ids: Iterable[UUID]) -> None:
+        ended = []
+        for job_id in ids:
+            job = self.view(client)[job_id]
+            if job.cancel_requested:
+                ended.append(replace(job, status="cancelled"))
+            elif job.attempts < job.spec.max_attempts or job.refundable:
+                back = _unclaimed(job, run_at=self._due_again(job))
+                self._write(client, replace(back, attempts=job.attempts - int(job.refundable)))
+            else:
+                ended.append(replace(job, status="failed"))
+        self._finish(client, ended)
+
+    def cancel(self, client: int, ids: Iterable[UUID]) -> dict[UUID, str]:
+        jobs = self.view(client)
+        known = [jobs[job_id] for job_id in dict.fromkeys(ids) if job_id in jobs]
+        pending = [job for job in known if job.status == "pending"]
+        claimed = [job for job in known if job.status == "claimed"]
+        self._finish(client, [replace(job, status="cancelled") for job in pending])
+        waited = {job.spec.key for job in pending if job.spec.key and not job.holds_key}
+        self.open[client].unsettled.extend(sorted(waited))
+        for job in claimed:
+            self._write(client, replace(job, cancel_requested=True))
+        return {job.id: "cancelled" for job in pending} | {job.id: "cancelling" for job in claimed}
+
+    def retry(self, client: int, ids: Iterable[UUID]) -> set[UUID]:
+        jobs = self.view(client)
+        finished = [jobs[job_id] for job_id in set(ids) if job_id in jobs and not jobs[job_id].live]
+        for job in sorted(finished, key=lambda job: job.turn):
+            self._insert(client, job.id, job.spec, timedelta(), events=job.events)
+        return {job.id for job in finished}
+
+    # ── ordering keys ─────────────────────────────────────────────────────────────────────────────
+
+    def settle_keys(self, client: int) -> int:
+        keys = sorted(set(self.unsettled))
+        self.open[client].drained = len(self.unsettled)
+        for key in keys:
+            self._settle_key(client, key)
+        return len(keys)
+
+    def _line(self, client: int, key: str) -> tuple[list[ModelJob], list[ModelJob]]:
+        jobs = [job for job in self.view(client).values() if job.live and job.spec.key == key]
+        jobs.sort(key=lambda job: job.turn)
+        return [job for job in jobs if job.holds_key], [job for job in jobs if not job.holds_key]
+
+    def _settle_key(self, client: int, key: str, since: int = 0) -> None:
+        """At a commit only from its own turn on: whoever came before has left word, if need be."""
+        holders, waiting = self._line(client, key)
+        for holder in reversed(holders):
+            if self.lock_of_another(client, holder.id) == "update":
+                continue
+            # Whoever committed after a younger job took the key goes behind it.
+            late = [job for job in waiting if since <= job.turn < holder.turn]
+            free = [job for job in late if self.lock_of_another(client, job.id) is None]
+            for job in free:
+                self._write(client, replace(job, turn=self._next_turn()))
+            if len(free) < len(late) and not since:
+                self.open[client].unsettled.append(key)
+            return
+        if holders or (waiting and not self._give(client, waiting[0])):
+            self.open[client].unsettled.append(key)
+
+    def _give(self, client: int, job: ModelJob) -> bool:
+        if self.lock_of_another(client, job.id) is not None:
+            return False
+        due = self._due_again(job)
+        self._write(client, replace(job, holds_key=True, blockers=job.blockers - 1, run_at=due))
+        return True
+
+    def _finish(self, client: int, ended: Sequence[ModelJob]) -> None:
+        freed = []
+        for job in ended:
+            if job.holds_key:
+                freed.append((job.spec.key, job.turn))
+            lease = job.lease if job.status == "completed" else None
+            self._write(client, replace(job, holds_key=False, blockers=0, lease=lease))
+        for key, turn in freed:
+            assert key is not None
+            _, waiting = self._line(client, key)
+            following = [job for job in waiting if job.turn > turn]
+            if following and not self._give(client, following[0]):
+                self.open[client].unsettled.append(key)
+
+    def _due_again(self, job: ModelJob) -> datetime | Soon:
+        """Never below the head: a claim would not look there."""
+        head = self.heads.get(job.lane)
+        if head is None or isinstance(job.run_at, Soon):
+            return job.run_at
+        return max(job.run_at, head)
+
+
+def _unclaimed(job: ModelJob, run_at: datetime | Soon) -> ModelJob:
+    return replace(
+        job, status="pending", run_at=run_at, lease=None, left=timedelta(), started=False
+    )
+
+
+def _later(job: ModelJob, by: timedelta) -> ModelJob:
+    if not job.live:
+        return job
+    run_at = job.run_at - by if isinstance(job.run_at, datetime) else job.run_at
+    return replace(job, run_at=run_at, left=job.left - by if job.lease else job.left)

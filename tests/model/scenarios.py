@@ -1,0 +1,191 @@
+"""Short walks, each to one guard. They assert nothing themselves: `System` compares at every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reference import HOUR, Spec
+
+if TYPE_CHECKING:
+    from system import System
+
+KEYED = Spec(key="k")
+
+
+def a_stale_fence_is_used_again(system: System) -> None:
+    system.enqueue(0, Spec(), Spec())
+    claims = system.claim(0)
+    system.extend(0, claims[1:])
+    system.pass_time(1)
+    system.extend(0, claims[1:])
+    system.recover(1)
+    (again,) = system.claim(1)
+    system.extend(0, claims)
+    system.progress(0, claims, 50)
+    system.start(0, claims)
+    system.complete(0, claims)
+    system.fail(0, claims)
+    system.release(0, claims)
+    system.stop(0, claims)
+    system.complete(1, [again])
+
+
+def two_claim_at_once(system: System) -> None:
+    system.enqueue(0, Spec(), Spec())
+    system.begin(1)
+    system.claim(1, batch=1)
+    system.claim(2, batch=1)
+    system.commit(1)
+
+
+def a_job_fails_until_its_end(system: System) -> None:
+    (job,) = system.enqueue(0, Spec(max_attempts=2))
+    for _ in range(3):
+        system.fail(0, system.claim(0))
+    system.retry(0, [job])
+    system.fail(0, system.claim(0), None)
+
+
+def a_job_kills_its_workers(system: System) -> None:
+    system.enqueue(0, Spec(max_attempts=2))
+    for _ in range(3):
+        system.claim(0, started=True)
+        system.pass_time(1)
+        system.recover(0)
+
+
+def a_job_kills_its_workers_before_they_can_say_so(system: System) -> None:
+    system.enqueue(0, Spec(max_attempts=2))
+    for _ in range(13):
+        system.claim(0)
+        system.pass_time(1)
+        system.recover(0)
+
+
+def a_neighbour_kills_the_worker(system: System) -> None:
+    system.enqueue(0, Spec(), Spec(max_attempts=1), Spec())
+    system.start(0, system.claim(0)[:1])
+    system.pass_time(1)
+    system.recover(0)
+    system.release(0, system.claim(0))
+
+
+def a_claim_moves_the_head_late(system: System) -> None:
+    system.enqueue(0, Spec())
+    system.peek(("a", 100))
+    system.begin(2)
+    system.enqueue(2, Spec())
+    system.pass_time(1)
+    system.enqueue(0, Spec())
+    system.claim(0, batch=1)
+    system.claim(0, batch=1, moves_head=True)
+    system.commit(2)
+    system.peek(("a", 100))
+    system.sweep()  # lowers the head: it had passed the slow producer's job by
+    system.move_head(0)
+    system.claim(1)
+
+
+def a_key_is_taken_while_its_holder_is_locked(system: System) -> None:
+    system.enqueue(0, KEYED)
+    system.begin(1)
+    system.claim(1)
+    system.enqueue(2, KEYED)
+    system.commit(1)
+    system.settle()
+
+
+def a_key_goes_along_its_line(system: System) -> None:
+    system.enqueue(0, KEYED, KEYED, KEYED)
+    for _ in range(3):
+        system.complete(0, system.claim(0))
+
+
+def a_producer_of_a_key_commits_late(system: System) -> None:
+    system.begin(0)
+    system.enqueue(0, KEYED, KEYED)
+    system.enqueue(1, KEYED)
+    system.commit(0)
+
+
+def a_waiting_job_is_being_cancelled(system: System) -> None:
+    _, waiting, _ = system.enqueue(0, KEYED, KEYED, KEYED)
+    system.begin(1)
+    system.cancel(1, [waiting])
+    system.complete(0, system.claim(0))
+    system.settle()
+    system.commit(1)
+    system.settle()
+
+
+def a_completion_is_repeated(system: System) -> None:
+    system.enqueue(0, Spec())
+    (lost,) = system.claim(0)
+    system.pass_time(1)
+    system.recover(0)
+    (own,) = system.claim(1)
+    system.complete(1, [own])
+    system.complete(1, [own], again=True)
+    system.complete(0, [lost], again=True)
+
+
+def recovery_meets_a_handler_at_work(system: System) -> None:
+    system.enqueue(0, Spec(), Spec())
+    claims = system.claim(0)
+    system.pass_time(1)
+    system.begin(0)
+    system.complete(0, claims[:1])
+    system.recover(1)
+    system.commit(0)
+
+
+def a_job_comes_back_below_the_head(system: System) -> None:
+    system.enqueue(0, Spec())
+    claims = system.claim(0)
+    system.pass_time(1)
+    system.enqueue(0, Spec())
+    system.claim(0, moves_head=True)
+    system.release(0, claims)
+    system.claim(1)
+
+
+def an_idempotency_key_is_used_again(system: System) -> None:
+    once = Spec(once="i")
+    system.enqueue(0, once, once)
+    system.enqueue(1, once)
+    system.pass_time(1)
+    system.enqueue(1, once)
+    system.run_duty("prune")
+
+
+def two_add_a_lane(system: System) -> None:
+    system.begin(0)
+    system.enqueue(0, Spec(job_type="b"))
+    system.enqueue(1, Spec(job_type="b"))
+    system.sweep()
+    system.claim(1)
+    system.rollback(0)
+
+
+def a_claimed_job_is_cancelled(system: System) -> None:
+    jobs = system.enqueue(0, Spec(), Spec(), Spec(), Spec())
+    failed, released, _, _ = system.claim(0)
+    system.cancel(1, jobs)
+    system.fail(0, [failed])
+    system.release(0, [released], HOUR)
+    system.pass_time(1)
+    system.recover(0)
+
+
+def priority_and_due_time_decide(system: System) -> None:
+    system.enqueue(0, Spec(), Spec(priority=150), Spec(job_type="b"), Spec(delay=1), Spec())
+    system.claim(0, batch=2)
+    system.claim(1)
+    system.pass_time(1)
+    system.claim(1)
+
+
+SCENARIOS = [
+    value for name, value in list(globals().items())
+    if callable(value) and getattr(value, "__module__", None) == __name__
+]  # fmt: skip

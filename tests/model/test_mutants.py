@@ -1,0 +1,267 @@
+"""The model is only worth what it catches: each guard of the protocol is taken out once, in the
+database itself, and the walk to that guard must then end in a violation."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import scenarios
+from hypothesis import Phase, settings
+from hypothesis.errors import FlakyFailure
+from hypothesis.stateful import run_state_machine_as_test
+from machine import SETTINGS, Protocol
+from reference import Violation
+from system import System
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A guard taken out: which text of which function, and the walk that misses it."""
+
+    guard: str
+    function: str
+    edits: dict[str, str]
+    caught_by: Callable[[System], None]
+    says: str
+    walks: int = 0  # random ones that find it as well
+
+
+MUTANTS = [
+    Mutant(
+        "the fence of an acknowledgement",
+        "lock_leased",
+        {"j.lease_id = a.lease_id": "true", "j.lease_id = u.lease_id": "true"},
+        scenarios.a_stale_fence_is_used_again,
+        says="no other",
+        walks=200,
+    ),
+    Mutant(
+        "the fence of a heartbeat",
+        "extend_jobs",
+        {"j.lease_id = a.lease_id": "true"},
+        scenarios.a_stale_fence_is_used_again,
+        says="what is mine",
+    ),
+    Mutant(
+        "the fence of a progress report",
+        "report_progress",
+        {"j.lease_id = a.lease_id": "true"},
+        scenarios.a_stale_fence_is_used_again,
+        says="what is mine",
+    ),
+    Mutant(
+        "a claim skips what is locked",
+        "claim_job_batch",
+        {"FOR UPDATE SKIP LOCKED": "FOR UPDATE"},
+        scenarios.two_claim_at_once,
+        says="P5: waited",
+        walks=200,
+    ),
+    Mutant(
+        "a claim locks what it takes",
+        "claim_job_batch",
+        {"FOR UPDATE SKIP LOCKED": ""},
+        scenarios.two_claim_at_once,
+        says="P5: waited",
+    ),
+    Mutant(
+        "the cap on attempts of a failure",
+        "fail_jobs",
+        {"AND j.attempts < j.max_attempts": ""},
+        scenarios.a_job_fails_until_its_end,
+        says="expected {'status': 'failed'",
+    ),
+    Mutant(
+        "the cap on attempts of a recovery",
+        "return_jobs",
+        {"OR j.attempts < j.max_attempts": "OR true"},
+        scenarios.a_job_kills_its_workers,
+        says="expected {'status': 'failed'",
+        walks=200,
+    ),
+    Mutant(
+        "the bound on refunds",
+        "return_jobs",
+        {"j.claims - j.attempts < 10": "true"},
+        scenarios.a_job_kills_its_workers_before_they_can_say_so,
+        says="'attempts': 1, 'claims': 11",
+    ),
+    Mutant(
+        "the refund of a job that was only prefetched",
+        "return_jobs",
+        {
+            "p_why = 'release' OR (j.started_at IS NULL AND j.claims - j.attempts < 10))::int": "false)::int"
+        },
+        scenarios.a_neighbour_kills_the_worker,
+        says="'attempts': 0, 'claims': 1,",
+        walks=200,
+    ),
+    Mutant(
+        "compare and set of a head",
+        "move_head",
+        {"AND l.head_at = p_from": ""},
+        scenarios.a_claim_moves_the_head_late,
+        says="only from where the claim saw it",
+    ),
+    Mutant(
+        "what comes back goes above the head",
+        "due_again",
+        {"least(min(l.head_at), clock_timestamp())": "NULL::timestamptz"},
+        scenarios.a_job_comes_back_below_the_head,
+        says="the due time of",
+    ),
+    Mutant(
+        "the sweep lowers a head that hides a job",
+        "sweep",
+        {"j.run_at < v_lane.head_at": "false"},
+        scenarios.a_claim_moves_the_head_late,
+        says="hidden after a sweep",
+    ),
+    Mutant(
+        "an enqueue does not wait for a lane",
+        "add_lane",
+        {"AND pg_try_advisory_xact_lock(": "AND 0 <> ("},
+        scenarios.two_add_a_lane,
+        says="P5: waited",
+    ),
+    Mutant(
+        "the second look for a holder",
+        "settle_key",
+        {
+            "NOT EXISTS (SELECT FROM live_jobs AS j "
+            "WHERE j.ordering_key = p_key AND j.holds_key)": "true"
+        },
+        scenarios.a_key_is_taken_while_its_holder_is_locked,
+        says="the state of job",
+        walks=200,
+    ),
+    Mutant(
+        "late committers go behind the holder",
+        "settle_key",
+        {"UPDATE live_jobs AS j SET seq = DEFAULT WHERE j.id = v_late;": "NULL;"},
+        scenarios.a_producer_of_a_key_commits_late,
+        says="the line before a key",
+    ),
+    Mutant(
+        "a key goes to the first in line",
+        "hand_over_keys",
+        {"ORDER BY j.seq": "ORDER BY j.seq DESC"},
+        scenarios.a_key_goes_along_its_line,
+        says="'holds_key': True",
+        walks=200,
+    ),
+    Mutant(
+        "handing a key over does not wait",
+        "give_key",
+        {"FOR UPDATE SKIP LOCKED": "FOR UPDATE"},
+        scenarios.a_waiting_job_is_being_cancelled,
+        says="P5: waited",
+    ),
+    Mutant(
+        "a job with a key is enqueued blocked",
+        "enqueue_jobs",
+        {"(i.ordering_key IS NOT NULL)::int": "0"},
+        scenarios.a_key_goes_along_its_line,
+        says="'holds_key': True",
+    ),
+    Mutant(
+        "a repeated completion is accepted under its own fence only",
+        "complete_jobs",
+        {"AND f.lease_id = a.lease_id": ""},
+        scenarios.a_completion_is_repeated,
+        says="no other",
+    ),
+    Mutant(
+        "recovery skips what is locked",
+        "lock_stale",
+        {"FOR UPDATE SKIP LOCKED": "FOR UPDATE"},
+        scenarios.recovery_meets_a_handler_at_work,
+        says="P5: waited",
+    ),
+    Mutant(
+        "an idempotency key is taken once in its lifetime",
+        "take_idempotency_keys",
+        {"WHERE i.expires_at <= clock_timestamp()": ""},
+        scenarios.an_idempotency_key_is_used_again,
+        says="enqueue_jobs answers",
+    ),
+    Mutant(
+        "a cancelled job is not retried",
+        "fail_jobs",
+        {"AND NOT j.cancel_requested": ""},
+        scenarios.a_claimed_job_is_cancelled,
+        says="expected {'status': 'cancelled'",
+    ),
+]
+
+
+@contextlib.contextmanager
+def mutated(conn: psycopg.Connection, mutant: Mutant) -> Iterator[None]:
+    """Edits the installed function, makes sure that the edit took, and puts it back afterwards."""
+
+    def definition() -> str:
+        query = "SELECT pg_get_functiondef(%s::regproc)"
+        row = conn.execute(query, (f"howdah.{mutant.function}",)).fetchone()
+        assert row is not None
+        text: str = row[0]
+        return text
+
+    original = edited = definition()
+    for old, new in mutant.edits.items():
+        assert old in edited, f"{mutant.function} has no {old!r} any more: mend the mutant"
+        edited = edited.replace(old, new)
+    assert edited != original
+    conn.execute(edited.encode())
+    try:
+        assert definition() == edited
+        yield
+    finally:
+        conn.execute(original.encode())
+        assert definition() == original
+
+
+@pytest.fixture(scope="module")
+def shared_system(model_url: str) -> Iterator[System]:
+    """Impatient: a mutant that waits is to be caught soon."""
+    system = System(model_url, patience="300ms")
+    yield system
+    system.close()
+
+
+@pytest.mark.parametrize("scenario", scenarios.SCENARIOS, ids=lambda s: s.__name__)
+def test_the_walk_keeps_the_protocol(system: System, scenario: Callable[[System], None]) -> None:
+    scenario(system)
+    system.drain()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
+def test_a_walk_misses_the_guard(
+    system: System, connect_model: Callable[[], psycopg.Connection], mutant: Mutant
+) -> None:
+    with mutated(connect_model(), mutant), pytest.raises(Violation, match=mutant.says):
+        mutant.caught_by(system)
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.walks], ids=lambda mutant: mutant.guard)
+def test_random_walks_miss_the_guard(
+    system: System, connect_model: Callable[[], psycopg.Connection], mutant: Mutant
+) -> None:
+    Protocol.system = system
+    found = settings(
+        SETTINGS,
+        max_examples=mutant.walks,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    with mutated(connect_model(), mutant), pytest.raises((Violation, FlakyFailure)):
+        run_state_machine_as_test(Protocol, settings=found)
