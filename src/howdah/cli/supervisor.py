@@ -88,7 +88,9 @@ class Supervisor:
                 self._send(signal.SIGKILL)
             for index, child in list(self._children.items()):
                 if child.poll() is not None:
-                    worst = worst or child.returncode
+                    # One that had just been started knew no better than to die of our signal.
+                    if child.returncode != -signal.SIGTERM:
+                        worst = worst or child.returncode
                     del self._children[index]
             time.sleep(0.02)
         return worst

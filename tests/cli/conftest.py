@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from stage import HOWDAH, Terminal, fill, invoke, objects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from click.testing import Result
+    from stage import Run, Shop
+
+    from howdah.embedded import EmbeddedServer
+
+
+@pytest.fixture(scope="session")
+def shop(server: EmbeddedServer, template: str) -> Shop:
+    """A database with a bit of everything, which tests only look at."""
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        conn.execute(f"CREATE DATABASE shop TEMPLATE {template}".encode())
+    return fill(server.url.replace("/howdah?", "/shop?"))
+
+
+@pytest.fixture(scope="session")
+def shared(server: EmbeddedServer, template: str) -> str:
+    """One database for many tests: copying one for each would take most of their time."""
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        conn.execute(f"CREATE DATABASE shared TEMPLATE {template}".encode())
+    return server.url.replace("/howdah?", "/shared?")
+
+
+@pytest.fixture
+def wiped(shared: str) -> str:
+    """The shared database, with nothing in its queue."""
+    with psycopg.connect(shared) as conn:
+        for table in ("live_jobs", "finished_jobs", "job_events", "idempotency_keys", "workers",
+                      "watchers", "unsettled", "throughput"):  # fmt: skip
+            conn.execute(f"DELETE FROM howdah.{table}".encode())
+    return shared
+
+
+@pytest.fixture
+def look(shop: Shop) -> Run:
+    """Runs a command on the shop."""
+    return lambda *arguments, **options: invoke(*arguments, "--database", shop.url, **options)
+
+
+@pytest.fixture
+def act(database: str) -> Run:
+    """Runs a command on a database of the test's own."""
+    return lambda *arguments, **options: invoke(*arguments, "--database", database, **options)
+
+
+@pytest.fixture
+def read_json() -> Callable[[Result], list[dict[str, Any]]]:
+    return objects
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    """Starts commands in terminals of their own."""
+    opened: list[Terminal] = []
+
+    def start(*arguments: object, width: int = 120, height: int = 40, **variables: str) -> Terminal:
+        opened.append(Terminal([str(each) for each in arguments], width, height, **variables))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def piped() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command as a process of its own, its output in pipes."""
+
+    def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}
+        return subprocess.run(
+            [*HOWDAH, *map(str, arguments)], env=environment | variables, capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@contextmanager
+def _doing(work: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(30)
+
+
+@pytest.fixture
+def meanwhile() -> Callable[[Callable[[], None]], Any]:
+    """Does something in another thread during a `with`."""
+    return _doing
+
+
+@pytest.fixture
+def reader(server: EmbeddedServer, shop: Shop) -> Iterator[str]:
+    """The shop's URL for a role that may only look."""
+    with psycopg.connect(shop.url, autocommit=True) as conn:
+        conn.execute("CREATE ROLE looker LOGIN")
+        conn.execute("GRANT USAGE ON SCHEMA howdah TO looker")
+        conn.execute("GRANT SELECT ON ALL TABLES IN SCHEMA howdah TO looker")
+        yield shop.url.replace("://howdah@", "://looker@")
+        conn.execute("DROP OWNED BY looker")
+        conn.execute("DROP ROLE looker")

@@ -1,0 +1,50 @@
+"""The small language of conditions; what its SQL finds is tested in tests/cli/test_jobs.py."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from howdah import InvalidOption
+from howdah.where import any_of, conjunction, parse_condition, parse_duration, parse_value
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("5m", 300), ("5min", 300), ("2h", 7200), ("7d", 604800), ("1w", 604800),
+     ("1h30m", 5400), ("1.5h", 5400), ("250ms", 0.25), (" 5 m ", 300), ("0s", 0)],
+)  # fmt: skip
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "m", "-5m", "5 minutes", "5m!", "1e9s", "99999999d", "٥m²"]
+)
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(InvalidOption, match=r"is not a duration|is longer than"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("400", 400), ("1.5", 1.5), ("true", True), ("null", None), ('"42"', "42"), ("[1]", [1]),
+     ("a.png", "a.png"), ("", ""), ("NaN", "NaN"), ("1e999", "1e999"), ("01234", "01234"),
+     ('"\\ud800"', '"\\ud800"'), ("[" * 5000, "[" * 5000)],
+)  # fmt: skip
+def test_values_are_json_or_else_texts(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_values_never_become_part_of_the_text() -> None:
+    hostile = "'; DROP TABLE jobs; --"
+    conditions = [
+        parse_condition(f"type={hostile}"),
+        parse_condition(f"data.a.b={hostile}"),
+        any_of("status", [hostile]),
+    ]
+    text, values = conjunction(conditions)
+    assert "DROP" not in text
+    assert text.count("$") == len(values) == 6
+    assert conjunction([]) == ("true", [])
