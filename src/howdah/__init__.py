@@ -4,7 +4,8 @@
 Everything public is named here.
 """
 
-from howdah.app import App, Task, TaskHandle
+from howdah.app import App
+from howdah.async_queue import AsyncJobQueue
 from howdah.context import Context, current
 from howdah.errors import (
     DatabaseUnreachable,
@@ -41,8 +42,9 @@ from howdah.model import (
     request_id,
 )
 from howdah.outcome import Aborted, Cancel, Fail, Snooze
-from howdah.queue import AsyncJobQueue, JobQueue
+from howdah.queue import JobQueue
 from howdah.retry import Retry
+from howdah.task import Task, TaskHandle
 from howdah.watching import Change
 from howdah.worker import Worker
 

@@ -29,7 +29,8 @@ from howdah.outcome import (
 )
 
 if TYPE_CHECKING:
-    from howdah.app import App, Task
+    from howdah.app import App
+    from howdah.task import Task
 
 
 def run(task: Task[..., Any], job: NewJob) -> Any:

@@ -33,8 +33,8 @@ from howdah.outcome import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from howdah.app import Task
     from howdah.context import Context
+    from howdah.task import Task
 
 logger = logging.getLogger(__name__)
 

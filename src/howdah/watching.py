@@ -21,8 +21,8 @@ from howdah.listener import Listener
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
 
+    from howdah.async_queue import AsyncJobQueue
     from howdah.model import Event, Job, Status
-    from howdah.queue import AsyncJobQueue
     from howdah.worker_statements import WorkerStatements
 
 T = TypeVar("T")

@@ -564,7 +564,7 @@ def test_a_type_checker_sees_the_functions_own_signature(tmp_path: Path) -> None
     )  # fmt: skip
     said = checked.stdout.splitlines()
     revealed = [line.split('"')[1] for line in said if "Revealed type" in line]
-    short = [each.replace("builtins.", "").replace("howdah.app.", "") for each in revealed]
+    short = [each.replace("builtins.", "").replace("howdah.task.", "") for each in revealed]
     assert short == [
         "TaskHandle[bytes]",
         "bytes",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from howdah.app import App, Task
+from howdah.app import App
 from howdah.cli.follow import wait_for
 from howdah.cli.load import load_app
 from howdah.cli.options import database_options
@@ -18,6 +18,7 @@ from howdah.cli.session import json_lines_option, open_session
 from howdah.cli.values import Duration, Misuse, Name, parse_arguments
 from howdah.errors import InvalidJob, InvalidOption, did_you_mean
 from howdah.queue import JobQueue
+from howdah.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,13 +14,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from howdah.async_queue import AsyncJobQueue
 from howdah.cli.output import STYLES, clock, compact, one_line, plain
 from howdah.cli.session import queue_command
 from howdah.cli.values import Duration
 from howdah.errors import HowdahError, JobCancelled, JobFailed, JobNotFound, ResultTimeout
 from howdah.insight import describe
 from howdah.model import Status
-from howdah.queue import AsyncJobQueue
 from howdah.statements import Statement
 from howdah.watching import Watcher
 from howdah.worker_statements import WorkerStatements

@@ -18,8 +18,8 @@ from howdah.testing.memory import MemoryQueue
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from howdah.app import Task
     from howdah.model import Job
+    from howdah.task import Task
 
 SHOWN = 10
 FOUND = 10_000

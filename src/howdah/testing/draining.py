@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from uuid import UUID
 
-    from howdah.app import App, Task
+    from howdah.app import App
     from howdah.context import Context
     from howdah.model import Job
+    from howdah.task import Task
 
 LEASE = timedelta(hours=1)
 

@@ -12,8 +12,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from howdah.app import TaskHandle
 from howdah.errors import HowdahError, JobFailed, TaskInFlight
+from howdah.task import TaskHandle
 from howdah.testing import running
 from howdah.testing.memory import AsyncMemoryQueue, Entry, Memory, MemoryQueue
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping
     from uuid import UUID
 
-    from howdah.app import App, Task
+    from howdah.app import App
     from howdah.model import Event, Handle, Job, JobRef, NewJob
+    from howdah.task import Task
     from howdah.watching import Change
 
 F = TypeVar("F", bound="Callable[..., Any]")

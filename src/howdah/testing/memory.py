@@ -34,7 +34,8 @@ from howdah.watching import Change
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
-    from howdah.app import App, Task
+    from howdah.app import App
+    from howdah.task import Task
 
 
 @dataclass(slots=True, eq=False)

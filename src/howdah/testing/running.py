@@ -15,8 +15,8 @@ from howdah.outcome import Failed, Outcome
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from howdah.app import Task
     from howdah.model import Job
+    from howdah.task import Task
 
 
 def make_context(

@@ -15,9 +15,9 @@ from howdah.outcome import Aborted, Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from howdah.app import Task
     from howdah.context import Context
     from howdah.heartbeat import Run
+    from howdah.task import Task
 
 
 class Executor(Protocol):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     import pebble
 
-    from howdah.app import Task
+    from howdah.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def _run_child(module: str, name: str, described: dict[str, Any]) -> Outcome:
 
 
 def _find_task(module: str, name: str) -> Task[..., Any]:
-    from howdah.app import Task
+    from howdah.task import Task
 
     namespace = vars(importlib.import_module(module))
     for value in namespace.values():

@@ -23,10 +23,10 @@ from howdah.worker.executors import stop_run
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from howdah.app import Task
     from howdah.heartbeat import Heartbeat
     from howdah.hooks import Hooks
     from howdah.store import AsyncStore
+    from howdah.task import Task
     from howdah.worker.completer import Completer
     from howdah.worker.executors import Executor
     from howdah.worker_statements import Claimed, WorkerStatements

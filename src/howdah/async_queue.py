@@ -1,0 +1,260 @@
+"""The bare queue for asyncio: the methods of `JobQueue`, awaited, with the same names, parameters and
+docstrings. `operations.py` decides what is sent; this only sends it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Never
+
+from howdah import payload
+from howdah.enqueuer import Enqueuer
+from howdah.errors import HowdahError, InvalidJob
+from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
+from howdah.operations import MAINTENANCE_PERIOD, Operations
+from howdah.queue import JobQueue, blame, report_duties
+from howdah.store import TIMEOUT, AsyncStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from uuid import UUID
+
+    import asyncpg
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncJobQueue:
+    """A job queue in a PostgreSQL database, for asyncio: the methods of `JobQueue`, awaited.
+
+    `database` is a URL or an asyncpg `Pool`; the other parameters are those of `JobQueue`. Single
+    enqueues that are awaited at the same time are sent together.
+    """
+
+    def __init__(
+        self,
+        database: str | asyncpg.Pool | None = None,
+        *,
+        schema: str = "howdah",
+        lease: Seconds = 30,
+        worker_id: str | None = None,
+        keep: Seconds | None = None,
+        payload_limit: int = payload.DATA_LIMIT,
+        idempotency_ttl: Seconds = timedelta(days=7),
+        create: bool = True,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        self._do = Operations(
+            schema=schema,
+            lease=lease,
+            worker_id=worker_id,
+            keep=keep,
+            payload_limit=payload_limit,
+            idempotency_ttl=idempotency_ttl,
+        )
+        self._store = AsyncStore(database, schema, create=create, timeout=timeout)
+        self._enqueuer = Enqueuer(self._send)
+        self._tick = 0.0
+
+    async def enqueue(
+        self,
+        job_type: str,
+        data: Any = None,
+        *,
+        priority: int = DISCOVERED,
+        queue: str = "default",
+        run_at: datetime | None = None,
+        delay: Seconds | None = None,
+        max_attempts: int = 3,
+        idempotency_key: str | None = None,
+        ordering_key: str | None = None,
+        request_id: str | None = None,
+        traceparent: str | None = None,
+        keep: Seconds | None = None,
+        conn: Any = None,
+        **unknown: Never,
+    ) -> Handle:
+        """Add a job and return its handle.
+
+        Due at once, at `run_at`, or after `delay`. A second enqueue under one `idempotency_key` gives
+        the first job's handle, with `is_new=False`. Jobs of one `ordering_key` run strictly one at a
+        time, in order. `conn` is a connection of yours (psycopg, SQLAlchemy, Django; asyncpg for the
+        async queue): the job then joins its transaction, and exists only if that commits.
+        """
+        job = self._do.new_job(
+            job_type, data, unknown, priority=priority, queue=queue, run_at=run_at, delay=delay,
+            max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
+            request_id=request_id, traceparent=traceparent, keep=keep,
+        )  # fmt: skip
+        encoded = self._do.encode(job)
+        # A key may have to wait for another caller's transaction: that is no neighbour to share with.
+        if conn is None and idempotency_key is None:
+            return await self._enqueuer.enqueue(encoded)
+        (statement,) = self._do.enqueue([encoded])
+        return (await self._store.run(statement, conn))[0]
+
+    async def _send(self, jobs: list[dict[str, Any]]) -> list[Handle]:
+        answers = await self._store.run_all(self._do.enqueue(jobs))
+        return [handle for answer in answers for handle in answer]
+
+    async def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
+        encoded = self._do.encode_many(jobs)
+        statements = self._do.enqueue(encoded)
+        try:
+            if conn is not None:
+                answers = [await self._store.run(statement, conn) for statement in statements]
+            else:
+                answers = await self._store.run_all(statements) if statements else []
+        except InvalidJob as error:
+            raise blame(error, encoded) from error.__cause__
+        return [handle for answer in answers for handle in answer]
+
+    async def claim(
+        self,
+        job_types: str | Sequence[str] | None = None,
+        *,
+        batch_size: int = 10,
+        lease: Seconds | None = None,
+        queues: str | Sequence[str] = "default",
+        conn: Any = None,
+    ) -> list[Job]:
+        """Claim up to `batch_size` due jobs of these types (None: any), best first.
+
+        Each must be completed, failed, released or extended before its lease runs out; after that it
+        goes back to the queue. Every few seconds a claim also runs the maintenance that is due.
+        """
+        statement = self._do.claim(job_types, batch_size, lease, queues)
+        if conn is None:
+            await self._maintain()
+        return await self._store.run(statement, conn)
+
+    async def claim_one(
+        self,
+        job_types: str | Sequence[str] | None = None,
+        *,
+        lease: Seconds | None = None,
+        queues: str | Sequence[str] = "default",
+        conn: Any = None,
+    ) -> Job | None:
+        """Claim the next due job, or None. It counts as started: nothing is prefetched."""
+        statement = self._do.claim(job_types, 1, lease, queues, started=True)
+        if conn is None:
+            await self._maintain()
+        jobs = await self._store.run(statement, conn)
+        return jobs[0] if jobs else None
+
+    async def complete(
+        self, job: JobRef | Iterable[JobRef], result: Any = None, *, conn: Any = None
+    ) -> None:
+        await self._store.run(self._do.complete(job, result, joined=conn is not None), conn)
+
+    async def fail(
+        self,
+        job: JobRef | Iterable[JobRef],
+        reason: BaseException | str,
+        *,
+        retry: bool = True,
+        run_at: datetime | None = None,
+        delay: Seconds | None = None,
+        conn: Any = None,
+    ) -> None:
+        joined = conn is not None
+        statement = self._do.fail(job, reason, retry, run_at, delay, joined=joined)
+        await self._store.run(statement, conn)
+
+    async def release(
+        self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
+    ) -> None:
+        await self._store.run(self._do.release(job, delay, joined=conn is not None), conn)
+
+    async def extend(
+        self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None
+    ) -> None:
+        await self._store.run(self._do.extend(job, lease), conn)
+
+    async def progress(
+        self,
+        job: JobRef | Iterable[JobRef],
+        percent: float | None = None,
+        stage: str | None = None,
+        *,
+        conn: Any = None,
+    ) -> None:
+        await self._store.run(self._do.progress(job, percent, stage), conn)
+
+    async def event(
+        self, job: JobRef | Iterable[JobRef], kind: str, data: Any = None, *, conn: Any = None
+    ) -> None:
+        await self._store.run(self._do.event(job, kind, data), conn)
+
+    async def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
+        return await self._store.run(self._do.recover_stale_jobs(timeout, limit))
+
+    async def cancel(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> dict[UUID, str]:
+        return await self._store.run(self._do.cancel(job), conn)
+
+    async def retry(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> list[UUID]:
+        return await self._store.run(self._do.retry(job), conn)
+
+    async def pending(self, queue: str | None = None, job_type: str | None = None) -> int:
+        return await self._store.run(self._do.pending(queue, job_type))
+
+    async def counts(
+        self, queue: str | None = None, job_type: str | None = None
+    ) -> dict[Status, int]:
+        return await self._store.run(self._do.counts(queue, job_type))
+
+    async def get(self, job: JobRef, *, conn: Any = None) -> Job:
+        return await self._store.run(self._do.get(job), conn)
+
+    async def events(self, job: JobRef, *, after: int = 0) -> list[Event]:
+        return await self._store.run(self._do.events(job, after))
+
+    async def find(
+        self,
+        *,
+        status: str | Sequence[str] | None = None,
+        job_type: str | Sequence[str] | None = None,
+        queue: str | Sequence[str] | None = None,
+        request_id: str | None = None,
+        ordering_key: str | None = None,
+        worker_id: str | None = None,
+        data: Mapping[str, Any] | None = None,
+        limit: int = 50,
+        before: JobRef | None = None,
+        **unknown: Never,
+    ) -> list[Job]:
+        statement = self._do.find(
+            limit, before, data, unknown, status=status, job_type=job_type, queue=queue,
+            request_id=request_id, ordering_key=ordering_key, worker_id=worker_id,
+        )  # fmt: skip
+        return await self._store.run(statement)
+
+    async def clear(
+        self, older_than: Seconds = 0, *, statuses: str | Sequence[str] | None = None
+    ) -> int:
+        return await self._store.run(self._do.clear(older_than, statuses))
+
+    async def maintain(self) -> list[tuple[str, timedelta, str | None]]:
+        return await self._store.run(self._do.statements.run_maintenance())
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def _maintain(self) -> None:
+        now = time.monotonic()
+        if now - self._tick < MAINTENANCE_PERIOD:
+            return
+        self._tick = now
+        try:
+            report_duties(await self.maintain())
+        except HowdahError:
+            raise
+        except Exception:
+            logger.warning("maintenance failed", exc_info=True)
+
+
+for _name, _method in vars(JobQueue).items():
+    if not _name.startswith("_"):
+        getattr(AsyncJobQueue, _name).__doc__ = _method.__doc__

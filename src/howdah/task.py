@@ -1,0 +1,296 @@
+"""A task: a function that can be called, and enqueued, and a handle to each call of it. `App` makes and
+registers tasks; running them is the worker's business."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, cast
+from uuid import UUID
+
+import msgspec
+
+from howdah import payload
+from howdah.arguments import Arguments, decode_result
+from howdah.context import Context, _current
+from howdah.errors import InvalidJob, InvalidOption, JobCancelled, JobFailed, ResultTimeout
+from howdah.model import Handle, Job, NewJob, Seconds, Status
+from howdah.watching import Change, Watcher, background
+
+if TYPE_CHECKING:
+    from howdah.app import App
+    from howdah.retry import Retry
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+RunIn = Literal["async", "thread", "process"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """How a task runs."""
+
+    queue: str
+    priority: int
+    max_attempts: int
+    retry: Retry
+    timeout: float | None
+    run_in: RunIn
+    keep: Seconds | None
+    result_limit: int
+    memory_limit: int | None
+
+
+_CALL_OPTIONS = (
+    "priority", "queue", "run_at", "delay", "max_attempts", "idempotency_key", "ordering_key",
+    "request_id", "traceparent", "keep", "conn",
+)  # fmt: skip
+
+
+class TaskHandle(Handle, Generic[R], frozen=True):
+    """An enqueued call of a task. Accepted wherever a job's id is."""
+
+    task: Any
+
+    def job(self) -> Job:
+        """The job as it is now."""
+        return self._app.queue.get(self.id)
+
+    async def ajob(self) -> Job:
+        """`job`, awaited."""
+        return await self._app.aqueue.get(self.id)
+
+    def result(self, timeout: float | None = None) -> R:
+        """Wait for the job to end and give its result, as the type the function says it returns.
+
+        Raises `JobFailed`, `JobCancelled`, or `ResultTimeout` after `timeout` seconds."""
+        return background.run(self._wait(self._app._background_watcher(), timeout))
+
+    async def aresult(self, timeout: float | None = None) -> R:
+        """`result`, awaited."""
+        return await self._wait(self._app._watcher(), timeout)
+
+    def watch(self) -> Iterator[Change]:
+        """Follow the job: its state now, then every change and event, until it ends."""
+        return background.iterate(self._app._background_watcher().changes(self.id))
+
+    def awatch(self) -> AsyncIterator[Change]:
+        """`watch`, for `async for`."""
+        return self._app._watcher().changes(self.id)
+
+    def cancel(self) -> bool:
+        """Cancel the job, or ask its worker to stop it. False if it had ended already."""
+        return bool(self._app.queue.cancel(self.id))
+
+    async def acancel(self) -> bool:
+        """`cancel`, awaited."""
+        return bool(await self._app.aqueue.cancel(self.id))
+
+    @property
+    def _app(self) -> App:
+        return cast("App", self.task.app)
+
+    async def _wait(self, watcher: Watcher, timeout: float | None) -> R:
+        job = await watcher.get(self.id)  # also where there is no time to wait
+        try:
+            if not job.status.is_final:
+                async with asyncio.timeout(timeout):
+                    async for change in watcher.changes(self.id):
+                        job = change.job
+        except TimeoutError:
+            raise ResultTimeout(self.id, timeout or 0) from None
+        return cast("R", self.task.read_result(job))
+
+
+class Task(Generic[P, R]):
+    """A function that can be called, and enqueued. `@app.task` makes these."""
+
+    def __init__(
+        self, app: App, function: Callable[..., Any], name: str, options: TaskOptions
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.app = app
+        self.function = function
+        self.name = name
+        self.options = options
+        self.arguments = Arguments.of(function, name, Context)
+        self._call: dict[str, Any] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function here and now, as if it were not a task. Its context, unless one is given, is
+        that of the job which calls it, or one that reports to nobody."""
+        arguments = self.arguments
+        given = arguments.context in kwargs or any(isinstance(each, Context) for each in args)
+        if arguments.context is None or given:
+            return cast("R", self.function(*args, **kwargs))
+        values = arguments.signature.bind(*args, **kwargs).arguments
+        context = _current.get() or Context(id=UUID(int=0), job_type=self.name)
+        positional, named = arguments.place(values, context)
+        return cast("R", self.function(*positional, **named))
+
+    def using(self, **options: Any) -> Self:
+        """The same task with options for the next call: `priority`, `queue`, `run_at` or `delay`,
+        `max_attempts`, `idempotency_key`, `ordering_key`, `request_id`, `keep`, and `conn` to join your
+        transaction."""
+        for option in options:
+            if option not in _CALL_OPTIONS:
+                raise InvalidOption.unknown(option, _CALL_OPTIONS)
+        bound = copy.copy(self)
+        bound._call = {**self._call, **options}
+        return bound
+
+    def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
+        """Enqueue a call. The arguments are checked against the signature now."""
+        job = self._new_job(args, kwargs)
+        handle = self.app.queue.enqueue(
+            **{name: getattr(job, name) for name in NewJob.__struct_fields__},
+            conn=self._call.get("conn"),
+        )
+        return self.app._handle(handle, self)
+
+    async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
+        """`enqueue`, awaited. Calls that are awaited at the same time are sent together."""
+        job = self._new_job(args, kwargs)
+        handle = await self.app.aqueue.enqueue(
+            **{name: getattr(job, name) for name in NewJob.__struct_fields__},
+            conn=self._call.get("conn"),
+        )
+        return self.app._handle(handle, self)
+
+    def enqueue_many(
+        self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]
+    ) -> list[TaskHandle[R]]:
+        """Enqueue many calls, all or none: each a tuple of arguments or a mapping of them by name."""
+        handles = self.app.queue.enqueue_many(self._new_jobs(calls), conn=self._call.get("conn"))
+        return [self.app._handle(handle, self) for handle in handles]
+
+    async def aenqueue_many(
+        self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]
+    ) -> list[TaskHandle[R]]:
+        """`enqueue_many`, awaited."""
+        jobs = self._new_jobs(calls)
+        handles = await self.app.aqueue.enqueue_many(jobs, conn=self._call.get("conn"))
+        return [self.app._handle(handle, self) for handle in handles]
+
+    def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run it now, in this process, durably: if the process dies, a worker takes the job over.
+
+        Returns the result. A second call under the same `idempotency_key` gives the stored result, or
+        raises `TaskInFlight` while the first is under way. If the function raises, the job is retried
+        by a worker as its policy says, and the exception is raised here."""
+        return cast("R", self.app._run(self, self._job_to_run(args, kwargs)))
+
+    async def arun(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """`run`, for a coroutine function: it runs in this event loop."""
+        return cast("R", await self.app._arun(self, self._job_to_run(args, kwargs)))
+
+    def read_result(self, job: Job) -> Any:
+        """The result of a job that has ended, or the error it ended with."""
+        match job.status:
+            case Status.COMPLETED:
+                return decode_result(job.result, self.arguments.returns)
+            case Status.CANCELLED:
+                raise JobCancelled(job)
+            case _:
+                raise JobFailed(job)
+
+    def _new_jobs(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[NewJob]:
+        jobs = []
+        for index, call in enumerate(calls):
+            try:
+                if isinstance(call, Mapping):
+                    jobs.append(self._new_job((), call))
+                else:
+                    jobs.append(self._new_job(tuple(call), {}))
+            except InvalidJob as error:
+                raise error.at(index) from None
+        return jobs
+
+    def _job_to_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
+        for option in ("run_at", "delay", "ordering_key", "conn"):
+            if self._call.get(option) is not None:
+                raise InvalidOption(
+                    f"{option} has no meaning for a task that is run here and now; enqueue it instead."
+                )
+        return self._new_job(args, kwargs)
+
+    def _new_job(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
+        options = {name: value for name, value in self._call.items() if name != "conn"}
+        job = NewJob(
+            job_type=self.name,
+            data=self.arguments.pack(args, kwargs),
+            queue=self.options.queue,
+            priority=self.options.priority,
+            max_attempts=self.options.max_attempts,
+            keep=self.options.keep,
+        )
+        return msgspec.structs.replace(job, **options) if options else job
+
+
+class AsyncTask(Task[P, R]):
+    """A task whose function is an `async def`: calling it gives a coroutine."""
+
+    if TYPE_CHECKING:
+
+        def __call__(  # type: ignore[override]
+            self, *args: P.args, **kwargs: P.kwargs
+        ) -> Coroutine[Any, Any, R]: ...
+
+
+def task_options(
+    *, timeout: Seconds | None, keep: Seconds | None, memory_limit: int | None, **others: Any
+) -> TaskOptions:
+    if memory_limit is not None and others["run_in"] != "process":
+        raise InvalidOption(
+            'memory_limit needs run_in="process": only a process can be held to it.'
+        )
+    limits = {
+        "priority": payload.PRIORITY_RANGE,
+        "max_attempts": (1, payload.MAX_ATTEMPTS_LIMIT),
+        "result_limit": (0, 2**30),
+    }
+    for option, (low, high) in limits.items():
+        checked(payload.check_integer, others[option], option, low, high)
+    checked(payload.check_name, others["queue"], "queue")
+    if memory_limit is not None:
+        checked(payload.check_integer, memory_limit, "memory_limit", 1, 2**62)
+    if timeout is not None:
+        timeout = payload.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
+    if keep is not None:
+        keep = payload.to_timedelta(keep, "keep")
+    return TaskOptions(timeout=timeout, keep=keep, memory_limit=memory_limit, **others)
+
+
+def checked(check: Callable[..., object], *arguments: Any) -> None:
+    try:
+        check(*arguments)
+    except InvalidJob as error:
+        raise InvalidOption(error.message) from None
+
+
+def executor_of(function: Callable[..., Any], run_in: RunIn | None) -> RunIn:
+    is_async = inspect.iscoroutinefunction(function)
+    if run_in is None:
+        return "async" if is_async else "thread"
+    if run_in not in ("async", "thread", "process"):
+        raise InvalidOption.unknown(run_in, ("async", "thread", "process"), "run_in")
+    if is_async != (run_in == "async"):
+        kind = "an async def" if is_async else "a def"
+        raise InvalidOption(f'{function.__name__} is {kind}, which cannot run_in="{run_in}".')
+    return run_in
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
