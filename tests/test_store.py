@@ -30,9 +30,10 @@ from howdah import (
     LeaseLost,
     SchemaMissing,
 )
+from howdah.async_store import AsyncStore
 from howdah.embedded import EmbeddedServer
 from howdah.statements import Statement
-from howdah.store import AsyncStore, Store, _stores
+from howdah.store import Store, _stores
 from proxy import Proxy
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 from howdah import payload
+from howdah.async_store import AsyncStore
+from howdah.drivers import TIMEOUT
 from howdah.enqueuer import Enqueuer
 from howdah.errors import HowdahError, InvalidJob
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
 from howdah.operations import MAINTENANCE_PERIOD, Operations
 from howdah.queue import JobQueue, blame, report_duties
-from howdah.store import TIMEOUT, AsyncStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from howdah.drivers import sqlstate
 from howdah.errors import InvalidJob
-from howdah.store import sqlstate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -9,10 +9,11 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 from howdah import payload
+from howdah.drivers import TIMEOUT, refused_id
 from howdah.errors import HowdahError, InvalidJob
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
 from howdah.operations import MAINTENANCE_PERIOD, Operations
-from howdah.store import TIMEOUT, Store, refused_id
+from howdah.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -15,11 +15,11 @@ from howdah import migrate
 from howdah.cli.options import connect, database_options, resolve_url, unreachable
 from howdah.cli.output import Output
 from howdah.cli.values import Misuse
+from howdah.drivers import is_connection_lost, translate
 from howdah.errors import HowdahError, InvalidOption, JobNotFound, SchemaMissing
 from howdah.insight import Insight
 from howdah.search import Search
 from howdah.statements import Statement, quote_schema
-from howdah.store import is_connection_lost, translate
 from howdah.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:

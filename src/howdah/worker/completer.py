@@ -13,6 +13,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from howdah import faults, payload
+from howdah.drivers import is_transient
 from howdah.errors import DatabaseUnreachable
 from howdah.hooks import StateChange
 from howdah.outcome import (
@@ -25,16 +26,15 @@ from howdah.outcome import (
     Released,
     Settled,
 )
-from howdah.store import is_transient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
+    from howdah.async_store import AsyncStore
     from howdah.heartbeat import Heartbeat, Run
     from howdah.hooks import Hooks
     from howdah.statements import Statement
-    from howdah.store import AsyncStore
     from howdah.worker.tally import Tally
     from howdah.worker_statements import WorkerStatements
 

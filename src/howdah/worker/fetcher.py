@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from howdah import faults
-from howdah.store import DATABASE_ERRORS
+from howdah.drivers import DATABASE_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
+    from howdah.async_store import AsyncStore
     from howdah.listener import Listener
-    from howdah.store import AsyncStore
     from howdah.worker.slots import Slots
     from howdah.worker_statements import Claimed, WorkerStatements
 

@@ -21,11 +21,13 @@ from uuid import uuid4
 import msgspec
 
 from howdah import faults, payload
+from howdah.async_store import AsyncStore
+from howdah.drivers import is_refused
 from howdah.errors import DatabaseUnreachable, InvalidOption
 from howdah.heartbeat import Heartbeat, Run
 from howdah.hooks import Hooks
 from howdah.listener import Listener
-from howdah.store import AsyncStore, Store, is_refused
+from howdah.store import Store
 from howdah.worker.completer import Completer
 from howdah.worker.executors import Executor, LoopExecutor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from howdah import faults, payload
 from howdah.context import Context
+from howdah.drivers import DATABASE_ERRORS
 from howdah.heartbeat import Run
 from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
-from howdah.store import DATABASE_ERRORS
 from howdah.worker.executors import stop_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from howdah.async_store import AsyncStore
     from howdah.heartbeat import Heartbeat
     from howdah.hooks import Hooks
-    from howdah.store import AsyncStore
     from howdah.task import Task
     from howdah.worker.completer import Completer
     from howdah.worker.executors import Executor
