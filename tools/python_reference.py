@@ -101,7 +101,7 @@ def with_signatures(page: str) -> str:
 
 def _formatted(text: str) -> str:
     command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", "100"]
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [*command, "--stdin-filename", "page.pyi", "-"],
         input=text,
         capture_output=True,

@@ -1,6 +1,6 @@
 """Records `howdah demo`: runs it, keeps what it prints in docs/demo.txt, and puts that into the README.
 
-    make recording
+make recording
 """
 
 from __future__ import annotations

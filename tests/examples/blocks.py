@@ -41,6 +41,11 @@ class Block:
         return f"{self.page}:{self.line}"
 
     @property
+    def prints(self) -> bool:
+        """Whether it runs here, and what it prints is seen."""
+        return self.language == "python" and self.file is None and self.reason is None
+
+    @property
     def file(self) -> tuple[str, bool] | None:
         """The file that it is written to, and whether it is added to what is there."""
         found = _CAPTION.match(self.code) if self.language == "python" else None
@@ -61,13 +66,11 @@ def blocks(page: Path) -> list[Block]:
             code=match["code"],
             reason=match["reason"],
         )
-        adjoins = found and not text[end : match.start()].strip()
-        if block.language == "text" and not block.reason and adjoins:
-            if found[-1].language == "python":
-                found[-1] = replace(found[-1], output=block.code)
-                end = match.end()
-                continue
-        found.append(block)
+        adjoins = found and found[-1].prints and not text[end : match.start()].strip()
         end = match.end()
+        if block.language == "text" and not block.reason and adjoins:
+            found[-1] = replace(found[-1], output=block.code)
+        else:
+            found.append(block)
     assert text.count("```") == fences, f"a block of {page.name} is not read"
     return found

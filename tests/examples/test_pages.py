@@ -71,3 +71,20 @@ def test_a_reader_can_follow_the_page(
 def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_to_a_heading_finds_it(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    missing = [
+        f"{link}#{anchor}"
+        for link, anchor in links
+        if anchor not in anchors(page.parent / link if link else page)
+    ]
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links: lower case, no punctuation, hyphens for blanks."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in headings}

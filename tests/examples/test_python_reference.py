@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
-from pathlib import Path
 
 import pytest
+from tools import ROOT, load
 
 import howdah
 
-ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location(
-    "python_reference", ROOT / "tools/python_reference.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
-
+reference = load("python_reference")
 PAGE = (ROOT / "docs/reference/python.md").read_text()
 SECTIONS = reference.sections(PAGE)
 ERRORS = {
@@ -57,7 +48,9 @@ def test_the_table_of_errors_is_right(name: str) -> None:
     base, text = ERRORS[name]
     assert error.__bases__[0].__name__ == base
     for attribute in re.findall(r"`\.(\w+)`", text):
-        source = "".join(inspect.getsource(c) for c in error.__mro__ if c.__module__ == "howdah.errors")
+        source = "".join(
+            inspect.getsource(c) for c in error.__mro__ if c.__module__ == "howdah.errors"
+        )
         assert f"self.{attribute}" in source
 
 

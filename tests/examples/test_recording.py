@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from tools import ROOT, load
 
-ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("record_demo", ROOT / "tools/record_demo.py")
-assert _spec is not None
-assert _spec.loader is not None
-record_demo = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(record_demo)
+record_demo = load("record_demo")
 
 
 def test_the_readme_shows_what_was_recorded() -> None:
