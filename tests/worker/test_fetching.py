@@ -1,0 +1,394 @@
+"""What makes a worker claim, how much it claims, and how it acknowledges: in time, in few statements, and
+no more than it can use."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import statistics
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from waiting import eventually
+
+from children import Children, all_ended, until
+from howdah import Context, NewJob
+from howdah.worker import fetcher
+from howdah.worker_statements import WorkerStatements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import psycopg
+
+    from conftest import RunWorker
+    from howdah import App, JobQueue
+
+
+@pytest.fixture
+def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
+    return connect()
+
+
+@pytest.fixture
+def hourly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polling that explains nothing."""
+    monkeypatch.setattr(fetcher, "POLL", 3600.0)
+    monkeypatch.setattr(fetcher, "POLL_WHEN_LISTENING", 3600.0)
+
+
+def add_nap(app: App) -> None:
+    @app.task(max_attempts=5)
+    async def nap(seconds: float = 0.0) -> None:
+        await asyncio.sleep(seconds)
+
+
+async def completed(conn: psycopg.Connection[Any], count: int) -> None:
+    def are() -> bool:
+        ended = conn.execute("SELECT count(*) FROM howdah.finished_jobs WHERE status = 'completed'")
+        return ended.fetchone() == (count,)
+
+    await eventually(are, f"{count} jobs were completed")
+
+
+async def is_idle(conn: psycopg.Connection[Any]) -> None:
+    def are() -> bool:
+        return conn.execute("SELECT bool_and(idle) FROM howdah.workers").fetchone() == (True,)
+
+    await eventually(are)
+
+
+def by_worker(conn: psycopg.Connection[Any], job_type: str = "nap") -> Counter[str]:
+    return Counter(
+        dict(
+            conn.execute(
+                "SELECT worker_id, count(*) FROM howdah.finished_jobs WHERE job_type = %s GROUP BY 1",
+                [job_type],
+            ).fetchall()
+        )
+    )
+
+
+class Calls:
+    """Counts the statements of one kind that workers send."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.sizes: list[int] = []
+        original = getattr(WorkerStatements, name)
+
+        def count(statements: WorkerStatements, first: Any, *rest: Any, **named: Any) -> Any:
+            self.sizes.append(len(first))
+            return original(statements, first, *rest, **named)
+
+        monkeypatch.setattr(WorkerStatements, name, count)
+
+
+# ── what wakes a worker ───────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_delayed_job_starts_on_time(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+) -> None:
+    add_nap(app)
+    async with running_worker(app):
+        jobs = [NewJob(job_type="nap", delay=0.5 + 0.15 * n) for n in range(12)]
+        await app.aqueue.enqueue_many(jobs)
+        await completed(conn, 12)
+    rows = conn.execute("SELECT extract(epoch FROM started_at - run_at) FROM howdah.jobs")
+    late = sorted(float(seconds) for (seconds,) in rows)
+    assert late[0] >= 0
+    assert statistics.median(late) < 0.05, late
+    assert late[-1] < 1.0, late
+
+
+@pytest.mark.usefixtures("hourly")
+async def test_a_notification_wakes_an_idle_worker(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+) -> None:
+    add_nap(app)
+    async with running_worker(app):
+        for n in range(3):
+            await is_idle(conn)
+            await asyncio.sleep(0.2)  # asleep, not on its way
+            await app.aqueue.enqueue("nap")
+            await completed(conn, n + 1)
+
+
+async def test_without_notifications_polling_finds_the_jobs(
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("howdah.listener.Listener.start", lambda listener: None)
+    monkeypatch.setattr(fetcher, "POLL", 0.2)
+    add_nap(app)
+    async with running_worker(app):
+        for n in range(3):
+            await asyncio.sleep(0.3)
+            await app.aqueue.enqueue("nap")
+            await completed(conn, n + 1)
+
+
+@pytest.mark.usefixtures("hourly")
+async def test_a_job_whose_enqueue_took_long_to_commit_is_found_at_once(
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    connect: Callable[..., psycopg.Connection[Any]],
+    queue: JobQueue,
+) -> None:
+    add_nap(app)
+    # The sweep, which would find it in the end, does not run in the meantime.
+    conn.execute("UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty = 'sweep'")
+    slow = connect(autocommit=False)
+    async with running_worker(app):
+        await is_idle(conn)
+        queue.enqueue("nap", conn=slow)
+        await asyncio.sleep(1.3)
+        conn.execute("UPDATE howdah.lanes SET head_at = clock_timestamp()")
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        slow.commit()
+        await completed(conn, 1)
+        assert time.monotonic() - began < 5
+
+
+# ── how much it takes ─────────────────────────────────────────────────────────────────────────────
+
+
+async def test_two_workers_share_long_jobs(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+) -> None:
+    add_nap(app)
+    async with running_worker(app, concurrency=10), running_worker(app, concurrency=10):
+        await app.aqueue.enqueue_many([NewJob(job_type="nap", data={"seconds": 2})] * 20)
+        await completed(conn, 20)
+    assert sorted(by_worker(conn).values()) == [10, 10]
+
+
+async def test_thousands_of_short_jobs_take_few_claims(
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claims, completions = Calls(monkeypatch, "claim"), Calls(monkeypatch, "complete_jobs")
+    add_nap(app)
+
+    @app.task  # never measured, like most tasks of an app at first
+    async def another() -> None:
+        pass
+
+    await app.aqueue.enqueue_many([NewJob(job_type="nap")] * 5000)
+    async with running_worker(app, concurrency=16):
+        await completed(conn, 5000)
+        assert len(claims.sizes) < 150
+        # Natural batching: what piles up while a statement runs goes with the next.
+        assert sum(completions.sizes) == 5000
+        assert len(completions.sizes) < 500
+
+
+async def test_long_jobs_that_come_after_short_ones_of_the_same_type_are_not_hoarded(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+) -> None:
+    add_nap(app)
+    short, long = NewJob(job_type="nap"), NewJob(job_type="nap", data={"seconds": 3})
+    await app.aqueue.enqueue_many([short] * 2000 + [long] * 12)
+    async with running_worker(app, concurrency=6) as first:
+        await completed(conn, 2000)
+        async with running_worker(app, concurrency=6) as second:
+            began = time.monotonic()
+            await completed(conn, 2012)
+            took = time.monotonic() - began
+    rows = conn.execute(
+        "SELECT worker_id, count(*) FROM howdah.jobs WHERE data @> '{\"seconds\": 3}' GROUP BY 1"
+    ).fetchall()
+    assert dict(rows) == {first.worker_id: 6, second.worker_id: 6}
+    assert took < 5.9  # not one after the other
+    assert conn.execute("SELECT max(attempts) FROM howdah.jobs").fetchone() == (1,)
+
+
+async def test_jobs_of_a_long_type_are_not_claimed_again_and_again_by_a_worker_without_room(
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claims, releases = Calls(monkeypatch, "claim"), Calls(monkeypatch, "release_jobs")
+    add_nap(app)
+
+    @app.task
+    async def quick() -> None:
+        pass
+
+    jobs = [NewJob(job_type="quick")] * 1000 + [NewJob(job_type="nap", data={"seconds": 1.5})] * 30
+    await app.aqueue.enqueue_many(jobs)
+    async with running_worker(app, concurrency=4, grace=0):
+        await eventually(lambda: by_worker(conn, "quick").total() == 1000)
+        before = len(claims.sizes)
+        await asyncio.sleep(1)
+        assert len(claims.sizes) - before < 20
+        held = conn.execute("SELECT count(*) FROM howdah.live_jobs WHERE status = 'claimed'")
+        assert held.fetchone() == (4,)
+        assert releases.sizes == []
+
+
+# ── acknowledging ─────────────────────────────────────────────────────────────────────────────────
+
+REFUSE_ONE = """
+CREATE FUNCTION public.refuse_one() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.status = 'completed' AND NEW.data @> '{"seconds": 0.001}' THEN
+        RAISE EXCEPTION 'not this one';
+    END IF;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER refuse_one BEFORE INSERT ON howdah.finished_jobs
+    FOR EACH ROW EXECUTE FUNCTION public.refuse_one();
+"""
+
+
+async def test_an_outcome_that_the_database_refuses_costs_its_neighbours_nothing(
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    completions = Calls(monkeypatch, "complete_jobs")
+    conn.execute(REFUSE_ONE)
+    add_nap(app)
+    good, bad = NewJob(job_type="nap"), NewJob(job_type="nap", data={"seconds": 0.001})
+    await app.aqueue.enqueue_many([*[good] * 100, bad, *[good] * 100])
+    async with running_worker(app, concurrency=32):
+        await completed(conn, 200)
+        await eventually(lambda: all_ended(conn))
+    failed = conn.execute(
+        "SELECT attempts, last_error FROM howdah.jobs WHERE status = 'failed'"
+    ).fetchall()
+    assert len(failed) == 1
+    assert failed[0][0] == 1
+    assert "not this one" in failed[0][1]
+    others = conn.execute("SELECT DISTINCT attempts FROM howdah.jobs WHERE status = 'completed'")
+    assert others.fetchall() == [(1,)]
+    assert 1 in completions.sizes  # it was split until the bad one stood alone
+
+
+REFUSE_FOR_NOW = """
+CREATE TABLE public.trouble ();
+CREATE FUNCTION public.refuse_for_now() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF to_regclass('public.trouble') IS NOT NULL THEN
+        RAISE EXCEPTION 'no room left' USING ERRCODE = 'disk_full';
+    END IF;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER refuse_for_now BEFORE INSERT ON howdah.finished_jobs
+    FOR EACH ROW EXECUTE FUNCTION public.refuse_for_now();
+"""
+
+
+async def test_outcomes_wait_for_a_database_in_trouble(
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    conn.execute(REFUSE_FOR_NOW)
+    add_nap(app)
+    await app.aqueue.enqueue_many([NewJob(job_type="nap")] * 20)
+    async with running_worker(app, lease=2):
+        await eventually(lambda: "outcomes wait for the database" in caplog.text)
+        conn.execute("DROP TABLE public.trouble")
+        await completed(conn, 20)
+    attempts = conn.execute("SELECT DISTINCT attempts, claims FROM howdah.jobs").fetchall()
+    assert attempts == [(1, 1)]
+
+
+# ── a part that breaks ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("point", ["after-claim", "before-acknowledge", "after-run"])
+async def test_a_worker_of_which_a_part_broke_ends_with_the_error(
+    app: App, conn: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    from howdah import Worker, faults
+
+    def break_down() -> None:
+        raise faults.InjectedFault(point)
+
+    monkeypatch.setitem(faults._hooks, point, break_down)
+    add_nap(app)
+    await app.aqueue.enqueue("nap")
+    worker = Worker(app, concurrency=2, grace=1)
+    with pytest.raises(faults.InjectedFault, match=point):
+        await asyncio.wait_for(worker.run(), 30)
+    assert conn.execute("SELECT count(*) FROM howdah.workers").fetchone() == (0,)
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("howdah-slot")]
+
+
+async def test_a_worker_whose_caller_is_cancelled_gives_its_jobs_back(
+    app: App, conn: psycopg.Connection[Any]
+) -> None:
+    from howdah import Worker
+
+    begun = asyncio.Event()
+
+    @app.task
+    async def endless(ctx: Context) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    await app.aqueue.enqueue_many([NewJob(job_type="endless")] * 3)
+    running = asyncio.create_task(Worker(app, concurrency=2).run())
+    await asyncio.wait_for(begun.wait(), 30)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 30)
+    jobs = conn.execute("SELECT DISTINCT status, attempts FROM howdah.jobs").fetchall()
+    assert jobs == [("pending", 0)]
+
+
+# ── ordering keys ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_jobs_of_a_key_run_one_at_a_time_and_in_order_on_two_workers_under_retries(
+    tmp_path: Path, database: str, queue: JobQueue, conn: psycopg.Connection[Any]
+) -> None:
+    keys, length = ["a", "b", "c", "d"], 12
+    children = Children(tmp_path, database)
+    try:
+        workers = [children.start("--concurrency", "8").ready() for _ in range(2)]
+        for n in range(length):
+            queue.enqueue_many(
+                [
+                    NewJob(
+                        job_type="flaky",
+                        data={"key": key, "n": n},
+                        ordering_key=key,
+                        max_attempts=5,
+                    )
+                    for key in keys
+                ]
+            )
+        until(lambda: all_ended(conn), "every job ended")
+        for worker in workers:
+            worker.send(signal.SIGTERM)
+        assert [worker.wait() for worker in workers] == [0, 0]
+        entries = children.ledger("start", "end")
+    finally:
+        children.close()
+    expected = [
+        (kind, n, attempt)
+        for n in range(length)
+        for attempt in ([1, 2] if n % 3 == 0 else [1])
+        for kind in ("start", "end")
+    ]
+    for key in keys:
+        ran = [(e["kind"], e["n"], e["attempt"]) for e in entries if e["key"] == key]
+        assert ran == expected
+    assert len({entry["pid"] for entry in entries}) == 2
+    assert conn.execute("SELECT DISTINCT status FROM howdah.jobs").fetchall() == [("completed",)]
