@@ -68,16 +68,19 @@ class App:
         keep: Seconds | None = None,
         payload_limit: int = payload.DATA_LIMIT,
         idempotency_ttl: Seconds = timedelta(days=7),
+        create: bool = True,
     ) -> None:
         options: dict[str, Any] = {
             "schema": schema,
             "lease": lease,
             "keep": keep,
+            "create": create,
             "payload_limit": payload_limit,
             "idempotency_ttl": idempotency_ttl,
         }
         self.database = database
         self.schema = schema
+        self.create = create
         self.lease = payload.to_timedelta(lease, "lease", minimum=0.001)
         self.idempotency_ttl = payload.to_timedelta(idempotency_ttl, "idempotency_ttl")
         self.tasks: dict[str, Task[..., Any]] = {}

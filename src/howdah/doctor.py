@@ -122,9 +122,10 @@ class Doctor:
         heard = any(True for _ in self._conn.notifies(timeout=2, stop_after=1))
         (behind_pooler,) = self._rows("SELECT pg_backend_pid()")[0]
         pooled = behind_pooler != self._conn.info.backend_pid
-        if heard and not pooled:
+        if heard:
             self._conn.execute(f'UNLISTEN "{channel}"'.encode())
-            return Finding("notifications", "ok", "LISTEN works on this connection")
+            where = "through the pooler, if it pools sessions" if pooled else "on this connection"
+            return Finding("notifications", "ok", f"LISTEN works {where}")
         through = " through the pooler" if pooled else ""
         return Finding("notifications", "warning", f"LISTEN does not work{through}",
                        "Workers fall back to polling every second; for instant pick-up give them a "

@@ -12,7 +12,13 @@ HowdahError
 │   └── PayloadTooLarge      its data are over the limit
 ├── LeaseLost                another claim, a recovery or a cancellation took the job (.ids)
 ├── NotClaimed               acknowledging a job that this queue did not claim
-└── JobNotFound              no live or finished job has that id
+├── JobNotFound              no live or finished job has that id
+├── UnknownTask              no task of that name is registered
+├── DuplicateTask            two tasks under one name
+├── TaskInFlight             a run under this idempotency key is still under way (.id)
+├── ResultTimeout            the job did not end in time (.id)
+├── JobFailed                the awaited job failed (.job)
+└── JobCancelled             the awaited job was cancelled (.job)
 """
 
 from __future__ import annotations

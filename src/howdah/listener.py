@@ -35,6 +35,7 @@ class Listener:
         self._subscribers: dict[str, list[Callable[[str], None]]] = defaultdict(list)
         self._task: asyncio.Task[None] | None = None
         self._ping = f"{schema}:{uuid4().hex[:12]}"
+        self._quoted_ping = '"' + self._ping.replace('"', '""') + '"'
         self._heard = asyncio.Event()
         self.connected = asyncio.Event()
         self.healthy = False
@@ -72,7 +73,10 @@ class Listener:
             await asyncio.sleep(pause)
 
     async def _listen(self) -> None:
-        conn = await asyncpg.connect(self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT)
+        # Simple queries only, and nothing kept: a pooler would give the next one another session.
+        conn = await asyncpg.connect(
+            self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT, statement_cache_size=0
+        )
         ended = asyncio.Event()
         conn.add_termination_listener(lambda _: ended.set())
         try:
@@ -84,7 +88,7 @@ class Listener:
                 self._call(channel, "")
             while not conn.is_closed():
                 self._heard.clear()
-                await conn.execute("SELECT pg_notify($1, '')", self._ping)
+                await conn.execute(f"NOTIFY {self._quoted_ping}")
                 try:
                     await asyncio.wait_for(self._heard.wait(), PROBE_TIMEOUT)
                     self.healthy = True

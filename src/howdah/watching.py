@@ -15,14 +15,17 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID, uuid4
 
-from howdah.errors import HowdahError
+import msgspec
+
+from howdah.errors import HowdahError, JobNotFound
 from howdah.listener import Listener
+from howdah.model import Status
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator
 
     from howdah.async_queue import AsyncJobQueue
-    from howdah.model import Event, Job, Status
+    from howdah.model import Event, Job
     from howdah.worker_statements import WorkerStatements
 
 T = TypeVar("T")
@@ -96,7 +99,7 @@ class Watcher:
                     asked_until = time.monotonic() + WATCH_FOR.total_seconds() / 2
                     await store.run(statements.watch_jobs(self._name, [job_id], WATCH_FOR))
                 woken.clear()
-                job = await self._queue.get(job_id)
+                job = await self._look(job_id, seen)
                 events: tuple[Event, ...] = ()
                 if job.events_count != counted:
                     counted = job.events_count
@@ -115,6 +118,15 @@ class Watcher:
                 del self._awaited[job_id]
                 with contextlib.suppress(HowdahError):  # it expires by itself
                     await store.run(statements.unwatch_jobs(self._name, [job_id]))
+
+    async def _look(self, job_id: UUID, seen: Job | None) -> Job:
+        try:
+            return await self._queue.get(job_id)
+        except JobNotFound:
+            if seen is None or seen.keep != timedelta(0):
+                raise
+            # With keep=0 it is removed as soon as it is completed, and only then.
+            return msgspec.structs.replace(seen, status=Status.COMPLETED, progress=100)
 
     async def get(self, job_id: UUID) -> Job:
         """The job as it is now."""

@@ -113,6 +113,7 @@ class Demo:
             handles.append(encode_video.enqueue(f"video-{n}"))
             time.sleep(2 * FRAME)
         story.enqueued = len(handles)
+        story.rates.append((story.began, 0))
         app.queue.close()
         self._console.print(
             f"[bold]{story.enqueued:,} jobs[/] enqueued: {QUICK:,} quick ones, {FLAKY} that fail at first, "
@@ -184,8 +185,11 @@ class Demo:
 
     def _summary(self, story: Story) -> str:
         waiting, running, ended, _ = self._counts()
-        story.rates.append((time.monotonic(), ended))
-        del story.rates[:-10]
+        now = time.monotonic()
+        story.rates.append((now, ended))
+        # Over the last two seconds, or since the beginning.
+        while len(story.rates) > 2 and story.rates[1][0] < now - 2:
+            del story.rates[0]
         (t0, n0), (t1, n1) = story.rates[0], story.rates[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
         return (

@@ -63,7 +63,7 @@ def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
     """A driver's error as the sentence that names the database."""
     host, database = config.host_and_database(url)
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return DatabaseUnreachable(host, database, lines[-1].rstrip("."))
+    return DatabaseUnreachable(host, database, lines[0].rstrip("."))
 
 
 __all__ = ["connect", "database_options", "json_option", "resolve_url", "unreachable"]

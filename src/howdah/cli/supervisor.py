@@ -82,8 +82,10 @@ class Supervisor:
         worst = told = 0
         while self._children:
             if told < max(1, self._signals):
+                # The second is another signal: a service manager may have sent its SIGTERM to the
+                # children too, and two of those are to mean one.
+                self._send(signal.SIGINT if told else signal.SIGTERM)
                 told += 1
-                self._send(signal.SIGTERM)
             if time.monotonic() > give_up:
                 self._send(signal.SIGKILL)
             for index, child in list(self._children.items()):
@@ -104,17 +106,18 @@ class Supervisor:
         self._signals += 1
 
 
-def stop_with_supervisor() -> None:
-    """In a child: get a SIGTERM when the supervisor dies, even by SIGKILL."""
+def stop_with_supervisor() -> bool:
+    """In a child: get a SIGTERM when the supervisor dies, even by SIGKILL. False if there is none."""
     parent = os.environ.pop(PARENT, None)
     if parent is None:
-        return
+        return False
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, Linux only
     if os.getppid() != int(parent):
         raise SystemExit(1)  # it died before we asked
+    return True
 
 
 def _sources() -> Iterator[tuple[str, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import signal
@@ -71,7 +70,7 @@ def worker_command(
     """
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     set_up_logging(log_level, as_json=log_json, colour=colour)
-    stop_with_supervisor()
+    supervised = stop_with_supervisor()
     names = _names(queues)
     if reload or processes > 1:
         if not reload:
@@ -88,11 +87,13 @@ def worker_command(
     app = load_app(app_name)
     worker = Worker(app, queues=names, concurrency=concurrency, grace=grace)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_live(worker, health_host, health_port))
+        runner.run(_live(worker, health_host, health_port, supervised))
 
 
-async def _live(worker: Worker, health_host: str, health_port: int | None) -> None:
-    _heed_signals(worker)
+async def _live(
+    worker: Worker, health_host: str, health_port: int | None, supervised: bool
+) -> None:
+    _heed_signals(worker, supervised)
     status = 1
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -114,12 +115,15 @@ async def _live(worker: Worker, health_host: str, health_port: int | None) -> No
             os._exit(status)
 
 
-def _heed_signals(worker: Worker) -> None:
+def _heed_signals(worker: Worker, supervised: bool) -> None:
     loop = asyncio.get_running_loop()
-    signals = itertools.count()
+    seen: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
-        if next(signals):
+        if supervised and number == signal.SIGTERM and seen:
+            return  # the service manager's and the supervisor's: one and the same
+        seen.append(number)
+        if len(seen) > 1:
             # At once, whatever keeps the loop busy.
             deadline = threading.Timer(LAST_PATIENCE, os._exit, (1,))
             deadline.daemon = True

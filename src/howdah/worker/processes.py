@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -165,6 +166,14 @@ def _stop_pool(pool: pebble.ProcessPool) -> None:
     with contextlib.suppress(Exception):
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join(5)
+
+
+def require_pebble() -> None:
+    """Say at the start what would otherwise fail every job."""
+    if importlib.util.find_spec("pebble") is None:
+        raise InvalidOption(
+            'tasks that run_in="process" need the package pebble: pip install "howdah[process]".'
+        )
 
 
 def locate(task: Task[..., Any]) -> str:

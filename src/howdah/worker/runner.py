@@ -31,7 +31,7 @@ from howdah.store import Store
 from howdah.worker.completer import Completer
 from howdah.worker.executors import Executor, LoopExecutor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher
-from howdah.worker.processes import ProcessExecutor, locate
+from howdah.worker.processes import ProcessExecutor, locate, require_pebble
 from howdah.worker.slots import Slots
 from howdah.worker.tally import Tally
 
@@ -77,6 +77,7 @@ class Worker:
         for task in app.tasks.values():
             if task.options.run_in == "process":
                 locate(task)
+                require_pebble()
         self.app = app
         self.queues = (
             list(queues) if queues else sorted({t.options.queue for t in app.tasks.values()})
@@ -133,7 +134,9 @@ class Worker:
 
     async def _join(self) -> bool:
         """Register with the database as soon as it answers. False if told to stop before that."""
-        store = AsyncStore(self.app.database, self.app.schema, timeout=START_ATTEMPT)
+        store = AsyncStore(
+            self.app.database, self.app.schema, create=self.app.create, timeout=START_ATTEMPT
+        )
         give_up = time.monotonic() + START_PATIENCE
         try:
             while not self._stopping.is_set():

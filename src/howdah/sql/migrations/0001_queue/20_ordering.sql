@@ -10,7 +10,10 @@ CREATE FUNCTION wake_workers(p_lanes jsonb) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 BEGIN
-    IF p_lanes IS NOT NULL AND EXISTS (SELECT FROM workers WHERE idle) THEN
+    -- One that was killed cannot take its flag back: it counts for a minute.
+    IF p_lanes IS NOT NULL AND EXISTS (
+        SELECT FROM workers WHERE idle AND seen_at > clock_timestamp() - interval '1 minute')
+    THEN
         PERFORM pg_notify(current_schema() || ':wake',
                           CASE WHEN octet_length(p_lanes::text) < 7000 THEN p_lanes::text ELSE '[]' END);
     END IF;

@@ -1,5 +1,9 @@
 -- Writes about claimed jobs. Each carries the fence of its very claim, the lease_id; a stale fence
 -- changes no row, and what an answer does not name was refused.
+--
+-- Every join to live_jobs here also says `id = ANY (ids)`, and only hash joins are allowed. Once
+-- autovacuum has analysed a drained queue, the planner takes the table for one row and would rather
+-- read all of its primary key, dead entries too, than look 40 ids up (measured: 31,197 pages, not 135).
 
 -- Locks the jobs whose fence still holds and returns their ids in the caller's places, NULL for a
 -- refused one. Rows that somebody else has locked are skipped first and then waited for, one second
@@ -8,7 +12,7 @@
 CREATE FUNCTION lock_leased(p_ids uuid[], p_lease_ids uuid[]) RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 SET lock_timeout = '1s'
 AS $$
 DECLARE
@@ -18,6 +22,7 @@ BEGIN
         SELECT j.id
         FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
         JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+        WHERE j.id = ANY (p_ids)
         FOR UPDATE OF j SKIP LOCKED);
     IF cardinality(v_locked) = cardinality(p_ids) THEN
         RETURN p_ids;
@@ -26,12 +31,14 @@ BEGIN
         PERFORM j.id
         FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
         JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+        WHERE j.id = ANY (p_ids)
         ORDER BY j.id
         FOR UPDATE OF j;
         v_locked := ARRAY (
             SELECT j.id
             FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-            JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id);
+            JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+            WHERE j.id = ANY (p_ids));
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         NULL;  -- still busy: refused, and the lease decides what becomes of it
     END;
@@ -56,7 +63,7 @@ CREATE FUNCTION finish_jobs(
 RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
@@ -66,7 +73,7 @@ BEGIN
     WITH gone AS (
         DELETE FROM live_jobs AS j
         USING unnest(p_ids, p_results, p_errors, p_elapsed) AS a (id, result, error, elapsed)
-        WHERE j.id = a.id
+        WHERE j.id = a.id AND j.id = ANY (p_ids)
         RETURNING j.*, a.result, a.error, a.elapsed),
     kept AS (
         INSERT INTO finished_jobs (
@@ -123,7 +130,7 @@ BEGIN
         SELECT f.id
         FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
         JOIN finished_jobs AS f ON f.id = a.id AND f.lease_id = a.lease_id
-        WHERE f.id <> ALL (array_remove(v_mine, NULL));
+        WHERE f.id = ANY (p_ids) AND f.id <> ALL (array_remove(v_mine, NULL));
     END IF;
 END $$;
 
@@ -141,7 +148,7 @@ CREATE FUNCTION fail_jobs(
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
@@ -154,7 +161,7 @@ BEGIN
         UPDATE live_jobs AS j
         SET events_count = j.events_count + 1
         FROM unnest(v_mine, p_errors, p_tracebacks) AS a (id, error, traceback)
-        WHERE j.id = a.id
+        WHERE j.id = a.id AND j.id = ANY (v_mine)
         RETURNING j.id, j.attempts, j.worker_id, a.error, a.traceback)
     INSERT INTO job_events (job_id, attempt, kind, data)
     SELECT r.id, r.attempts, 'error',
@@ -173,7 +180,7 @@ BEGIN
             claimed_at = NULL,
             started_at = NULL
         FROM unnest(v_mine, p_errors, p_retry_at, p_retry_in) AS a (id, error, retry_at, retry_in)
-        WHERE j.id = a.id
+        WHERE j.id = a.id AND j.id = ANY (v_mine)
           AND j.attempts < j.max_attempts
           AND NOT j.cancel_requested
           AND (a.retry_at IS NOT NULL OR a.retry_in IS NOT NULL
@@ -190,7 +197,7 @@ BEGIN
            array_agg(CASE WHEN j.cancel_requested THEN j.id END ORDER BY a.n)
     INTO v_failed, v_cancelled
     FROM unnest(v_mine) WITH ORDINALITY AS a (id, n)
-    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id IS NOT NULL;
+    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id IS NOT NULL AND j.id = ANY (v_mine);
     IF array_remove(v_failed, NULL) <> '{}' THEN
         PERFORM finish_jobs(v_failed, 'failed', NULL, p_errors, p_elapsed);
     END IF;
@@ -206,7 +213,7 @@ CREATE FUNCTION release_jobs(p_ids uuid[], p_lease_ids uuid[], p_delay interval 
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 DECLARE
     v_mine uuid[] := array_remove(lock_leased(p_ids, p_lease_ids), NULL);
@@ -223,7 +230,7 @@ CREATE FUNCTION return_jobs(p_ids uuid[], p_why text, p_error text DEFAULT NULL,
 RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
@@ -280,7 +287,7 @@ CREATE FUNCTION extend_jobs(
 RETURNS TABLE (id uuid, extended boolean, mine boolean, cancel_requested boolean)
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -290,6 +297,7 @@ BEGIN
         SELECT j.id, a.elapsed
         FROM unnest(p_ids, p_lease_ids, p_elapsed) AS a (id, lease_id, elapsed)
         JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+        WHERE j.id = ANY (p_ids)
         FOR NO KEY UPDATE OF j SKIP LOCKED)
     UPDATE live_jobs AS j
     SET lease_expires_at = v_now + p_lease,
@@ -297,14 +305,14 @@ BEGIN
             CASE WHEN k.elapsed IS NOT NULL
                  THEN greatest(j.claimed_at, v_now - make_interval(secs => k.elapsed)) END)
     FROM kept AS k
-    WHERE j.id = k.id;
+    WHERE j.id = k.id AND j.id = ANY (p_ids);
     RETURN QUERY
     SELECT a.id,
            coalesce(j.lease_expires_at = v_now + p_lease, false),
            j.id IS NOT NULL,
            coalesce(j.cancel_requested, false)
     FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id;
+    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id AND j.id = ANY (p_ids);
 END $$;
 
 -- Says that jobs were started. A worker writes this before it runs a job that was claimed before, so
@@ -312,14 +320,14 @@ END $$;
 CREATE FUNCTION start_jobs(p_ids uuid[], p_lease_ids uuid[]) RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 BEGIN
     RETURN QUERY
     UPDATE live_jobs AS j
     SET started_at = coalesce(j.started_at, clock_timestamp())
     FROM unnest(lock_leased(p_ids, p_lease_ids)) AS a (id)
-    WHERE j.id = a.id
+    WHERE j.id = a.id AND j.id = ANY (p_ids)
     RETURNING j.id;
 END $$;
 
@@ -333,7 +341,7 @@ CREATE FUNCTION report_progress(
 RETURNS TABLE (id uuid, reported boolean, mine boolean, cancel_requested boolean)
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -343,6 +351,7 @@ BEGIN
         SELECT j.id, a.progress, a.stage
         FROM unnest(p_ids, p_lease_ids, p_progress, p_stages) AS a (id, lease_id, progress, stage)
         JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+        WHERE j.id = ANY (p_ids)
         FOR NO KEY UPDATE OF j SKIP LOCKED),
     reported AS (
         UPDATE live_jobs AS j
@@ -350,14 +359,14 @@ BEGIN
             current_stage = coalesce(left(k.stage, 100), j.current_stage),
             started_at = coalesce(j.started_at, clock_timestamp())
         FROM kept AS k
-        WHERE j.id = k.id
+        WHERE j.id = k.id AND j.id = ANY (p_ids)
         RETURNING j.id)
     SELECT array_agg(r.id) INTO v_kept FROM reported AS r;
     PERFORM tell_watchers(v_kept);
     RETURN QUERY
     SELECT a.id, coalesce(j.id = ANY (v_kept), false), j.id IS NOT NULL, coalesce(j.cancel_requested, false)
     FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id;
+    LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id AND j.id = ANY (p_ids);
 END $$;
 
 -- Appends events to the durable stream of claimed jobs; an id may appear more than once.
@@ -365,7 +374,7 @@ CREATE FUNCTION add_events(p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_d
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
 DECLARE
     v_mine uuid[] := lock_leased(p_ids, p_lease_ids);
@@ -376,14 +385,14 @@ BEGIN
         SELECT j.id, j.attempts, e.kind, coalesce(e.data, '{}')
         FROM unnest(p_ids, p_lease_ids, p_kinds, p_datas) WITH ORDINALITY AS e (id, lease_id, kind, data, n)
         JOIN live_jobs AS j ON j.id = e.id AND j.lease_id = e.lease_id
-        WHERE e.id = ANY (v_mine)
+        WHERE e.id = ANY (v_mine) AND j.id = ANY (v_mine)
         ORDER BY e.n
         RETURNING job_id),
     counted AS (
         UPDATE live_jobs AS j
         SET events_count = j.events_count + w.events
         FROM (SELECT job_id, count(*)::int AS events FROM written GROUP BY job_id) AS w
-        WHERE j.id = w.job_id
+        WHERE j.id = w.job_id AND j.id = ANY (v_mine)
         RETURNING j.id)
     SELECT c.id FROM counted AS c;
     PERFORM tell_watchers(v_mine);

@@ -104,7 +104,7 @@ BEGIN
     reopened AS (
         DELETE FROM finished_jobs AS f
         USING locked AS l
-        WHERE f.id = l.id AND f.drop_on = l.drop_on
+        WHERE f.id = l.id AND f.drop_on = l.drop_on AND f.id = ANY (p_ids)
         RETURNING f.*),
     inserted AS (
         INSERT INTO live_jobs (
