@@ -235,6 +235,7 @@ AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_lanes jsonb;
+    v_returned int;
     v_ended uuid[];
 BEGIN
     WITH returned AS (
@@ -257,10 +258,14 @@ BEGIN
                OR j.attempts < j.max_attempts
                OR (j.started_at IS NULL AND j.claims - j.attempts < 10))
         RETURNING j.id, j.queue, j.job_type, j.run_at)
-    SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))) INTO v_lanes
+    SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))), count(*)
+    INTO v_lanes, v_returned
     FROM returned AS r;
     PERFORM wake_workers(v_lanes);
     PERFORM tell_watchers(p_ids);
+    IF v_returned = cardinality(p_ids) THEN
+        RETURN;
+    END IF;
 
     v_ended := ARRAY (
         SELECT j.id FROM live_jobs AS j

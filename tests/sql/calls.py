@@ -1,0 +1,147 @@
+"""The SQL contract, called as a client in any language would call it: plain statements, plain rows."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from psycopg.rows import namedtuple_row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from uuid import UUID
+
+    import psycopg
+
+DEADLINE = 30.0
+
+
+class Fences(NamedTuple):
+    """Ids and lease ids in the same order: the first two parameters of every acknowledgement."""
+
+    ids: list[UUID]
+    lease_ids: list[UUID]
+
+
+def rows(conn: psycopg.Connection[Any], text: str, *parameters: Any) -> list[Any]:
+    """The rows of a statement, with names."""
+    with conn.cursor(row_factory=namedtuple_row) as cursor:
+        return cursor.execute(text.encode(), parameters).fetchall()
+
+
+def value(conn: psycopg.Connection[Any], text: str, *parameters: Any) -> Any:
+    """The one value that a statement answers."""
+    row = conn.execute(text.encode(), parameters).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def enqueue(conn: psycopg.Connection[Any], *jobs: dict[str, Any]) -> list[UUID]:
+    """Enqueue jobs in one statement; the ids come in the order given."""
+    return [row.id for row in rows(conn, "SELECT * FROM howdah.enqueue_jobs(%s)", json.dumps(jobs))]
+
+
+def enqueue_bulk(conn: psycopg.Connection[Any], count: int, job_type: str = "work") -> None:
+    """Enqueue many equal jobs without sending them over the wire."""
+    conn.execute(
+        "SELECT count(*) FROM howdah.enqueue_jobs((SELECT jsonb_agg(jsonb_build_object("
+        "'job_type', %s::text)) FROM generate_series(1, %s)))",
+        (job_type, count),
+    )
+
+
+def claim(
+    conn: psycopg.Connection[Any],
+    size: int = 10,
+    *,
+    types: Sequence[str] | None = None,
+    lease: str = "30 seconds",
+    worker: str = "worker",
+    started: bool = False,
+    ignore_heads: bool = False,
+) -> list[Any]:
+    """Claim jobs, best first."""
+    return rows(
+        conn,
+        "SELECT * FROM howdah.claim_job_batch(p_worker_id => %s, p_job_types => %s::text[], "
+        "p_batch_size => %s, p_lease => %s, p_started => %s, p_ignore_heads => %s)",
+        worker,
+        types,
+        size,
+        lease,
+        started,
+        ignore_heads,
+    )
+
+
+def fences(jobs: Iterable[Any]) -> Fences:
+    """The fences of claimed jobs."""
+    jobs = list(jobs)
+    return Fences([job.id for job in jobs], [job.lease_id for job in jobs])
+
+
+def complete(conn: psycopg.Connection[Any], *jobs: Any) -> list[UUID]:
+    """Complete claimed jobs; the accepted ids."""
+    return [
+        row[0]
+        for row in conn.execute(
+            "SELECT * FROM howdah.complete_jobs(%s, %s)", fences(jobs)
+        ).fetchall()
+    ]
+
+
+def fail(conn: psycopg.Connection[Any], *jobs: Any, retry: bool = True) -> list[UUID]:
+    """Fail claimed jobs, to be tried again at once or never; the accepted ids."""
+    again = None if retry else [None] * len(jobs)
+    found = conn.execute(
+        "SELECT * FROM howdah.fail_jobs(%s, %s, %s::text[], %s::timestamptz[])",
+        (*fences(jobs), ["it broke"] * len(jobs), again),
+    )
+    return [row[0] for row in found.fetchall()]
+
+
+def expire(conn: psycopg.Connection[Any], *jobs: Any) -> None:
+    """Let the leases of claimed jobs run out, as if their worker had died long ago."""
+
+    def ran_out() -> bool:
+        # A job that a cancel has locked just now is skipped, not lost: try again.
+        answers = rows(
+            conn, "SELECT * FROM howdah.extend_jobs(%s, %s, '1 microsecond')", *fences(jobs)
+        )
+        return all(answer.extended or not answer.mine for answer in answers)
+
+    wait_until(ran_out, "the leases run out")
+
+
+def get(conn: psycopg.Connection[Any], job_id: UUID) -> Any:
+    """One job as the view shows it, or None."""
+    found = rows(conn, "SELECT * FROM howdah.jobs WHERE id = %s", job_id)
+    return found[0] if found else None
+
+
+def status(conn: psycopg.Connection[Any], job_id: UUID) -> str | None:
+    """A job's status, or None if there is no such job."""
+    job = get(conn, job_id)
+    return None if job is None else job.status
+
+
+def maintain(conn: psycopg.Connection[Any], *duties: str) -> None:
+    """Run duties as if their time had come (all of them if none is named); none may fail."""
+    conn.execute(
+        "UPDATE howdah.maintenance SET due_at = CASE WHEN %s = '{}' OR duty = ANY (%s) "
+        "THEN clock_timestamp() ELSE clock_timestamp() + interval '1 day' END",
+        (list(duties), list(duties)),
+    )
+    ran = rows(conn, "SELECT * FROM howdah.run_maintenance()")
+    assert [row for row in ran if row.error is not None] == []
+    assert set(duties) <= {row.duty for row in ran}
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Ask again and again until the answer is true, and fail with a sentence if it never is."""
+    give_up = time.monotonic() + DEADLINE
+    while not (answer := condition()):
+        assert time.monotonic() < give_up, f"never happened: {what}"
+        time.sleep(0.005)
+    return answer

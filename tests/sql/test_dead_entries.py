@@ -1,0 +1,132 @@
+"""While a transaction elsewhere stays open, finished jobs leave index entries that vacuum cannot remove.
+Claiming, completing and recovering must not pay for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from calls import claim, complete, enqueue_bulk, expire, fences, rows, value
+from plans import buffers
+from psycopg import IsolationLevel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from howdah.embedded import EmbeddedServer
+
+    Connection = psycopg.Connection[Any]
+
+DEAD = 200_000
+BATCH = 100
+# An hour: no lease of the measurement itself runs out while it goes on.
+CLAIM = f"SELECT id, lease_id FROM howdah.claim_job_batch('worker', NULL, {BATCH}, '1 hour')"
+COMPLETE = "SELECT * FROM howdah.complete_jobs(%s, %s)"
+CLAIM_AND_COMPLETE = (
+    "SELECT count(*) FROM (SELECT array_agg(id), array_agg(lease_id) "
+    "FROM howdah.claim_job_batch('worker', NULL, 5000, %s)) AS c (ids, lease_ids), "
+    "LATERAL howdah.complete_jobs(c.ids, c.lease_ids)"
+)
+RECOVER = "SELECT howdah.recover_expired()"
+
+
+def dead_entries(conn: Connection, index: str) -> int:
+    """The entries of an index that no live row stands behind, counted page by page."""
+    entries = value(
+        conn,
+        # A posting list is several entries; the first item of a page with a right neighbour is none.
+        "SELECT sum(coalesce(cardinality(i.tids), 1)) FROM generate_series(1, "
+        "pg_relation_size(%s) / current_setting('block_size')::int - 1) AS page, "
+        "bt_page_stats(%s, page::int) AS s, bt_page_items(%s, page::int) AS i "
+        "WHERE s.type = 'l' AND NOT i.dead AND (i.itemoffset > 1 OR s.btpo_next = 0)",
+        *[f"howdah.{index}"] * 3,
+    )
+    conditions = {
+        "live_jobs_pending": "status = 'pending' AND blockers = 0",
+        "live_jobs_claimed": "status = 'claimed'",
+        "live_jobs_pkey": "true",
+    }
+    live = value(conn, f"SELECT count(*) FROM howdah.live_jobs WHERE {conditions[index]}")
+    return int(entries) - int(live)
+
+
+def costs(conn: Connection) -> dict[str, int]:
+    """Pages touched by a claim, a completion and a recovery of a batch, and by a claim of nothing.
+
+    The least of several: a relation whose statistics were just renewed costs a look at the catalogue."""
+    taken: dict[str, list[int]] = {"claim": [], "complete": [], "recover": [], "peek": []}
+    # The head keeps a second behind: what was enqueued before that is not this claim's neighbourhood.
+    conn.execute("SELECT pg_sleep(1.1)")
+    enqueue_bulk(conn, 30 * BATCH)
+    sweep(conn)
+    for _ in range(5):
+        taken["claim"].append(buffers(conn, CLAIM))
+        mine = rows(conn, CLAIM)
+        taken["complete"].append(buffers(conn, COMPLETE, *fences(mine)))
+    rows(conn, RECOVER)
+    for _ in range(3):
+        expire(conn, *rows(conn, CLAIM))
+        taken["recover"].append(buffers(conn, RECOVER))
+        # Recovered jobs are first in line: done with, so that the next batch has no old versions.
+        complete(conn, *rows(conn, CLAIM))
+    conn.execute("SELECT howdah.recover_stale_jobs(interval '0')")
+    while value(conn, CLAIM_AND_COMPLETE, "1 hour"):
+        pass
+    conn.execute("SELECT pg_sleep(1.1)")
+    sweep(conn)
+    for _ in range(3):
+        taken["peek"].append(buffers(conn, CLAIM))
+    return {name: min(numbers) for name, numbers in taken.items()}
+
+
+def sweep(conn: Connection) -> None:
+    """Let the sweep's next tick come now; the other duties keep to their times."""
+    conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp() WHERE duty = 'sweep'")
+    conn.execute("SELECT howdah.run_maintenance()")
+
+
+@pytest.fixture(scope="module")
+def measured(
+    server: EmbeddedServer, template: str
+) -> Iterator[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
+    """The costs on a fresh table, those at 200k dead entries, and how many there are."""
+    with psycopg.connect(server.url, autocommit=True) as admin:
+        admin.execute(f"CREATE DATABASE dead_entries TEMPLATE {template}".encode())
+        url = server.url.replace("/howdah?", "/dead_entries?")
+        with (
+            psycopg.connect(url, autocommit=True) as conn,
+            psycopg.connect(url) as elsewhere,
+        ):
+            conn.execute("CREATE EXTENSION pageinspect")
+            enqueue_bulk(conn, BATCH)
+            complete(conn, *claim(conn, BATCH, lease="1 hour"))
+            fresh = costs(conn)
+            elsewhere.isolation_level = IsolationLevel.REPEATABLE_READ
+            elsewhere.execute("SELECT count(*) FROM howdah.migrations")
+            made = 0
+            while made < DEAD:
+                enqueue_bulk(conn, 10_000)
+                # Entries of leases on both sides of the moment at which recovery looks.
+                for lease in ("1 millisecond", "1 hour"):
+                    made += value(conn, CLAIM_AND_COMPLETE, lease)
+                conn.execute("SELECT howdah.run_maintenance()")
+            dead = {
+                name: dead_entries(conn, name)
+                for name in ("live_jobs_pending", "live_jobs_claimed", "live_jobs_pkey")
+            }
+            # What autovacuum does sooner or later: statistics of a table with pages and no rows.
+            conn.execute("ANALYZE howdah.live_jobs")
+            yield fresh, costs(conn), dead
+        admin.execute("DROP DATABASE dead_entries WITH (FORCE)")
+
+
+def test_the_dead_entries_are_there(measured: Any) -> None:
+    _, _, dead = measured
+    assert {name: count >= DEAD for name, count in dead.items()} == dict.fromkeys(dead, True)
+
+
+@pytest.mark.parametrize("what", ["claim", "complete", "recover", "peek"])
+def test_200000_dead_entries_at_most_double_the_pages_of(measured: Any, what: str) -> None:
+    fresh, burdened, _ = measured
+    assert burdened[what] <= 2 * fresh[what], (fresh, burdened)

@@ -1,0 +1,234 @@
+"""No statement of ours waits for somebody else's transaction."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from calls import (
+    claim,
+    complete,
+    enqueue,
+    expire,
+    fences,
+    maintain,
+    rows,
+    status,
+    value,
+    wait_until,
+)
+from psycopg import IsolationLevel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    Connect = Callable[..., psycopg.Connection[Any]]
+    Connection = psycopg.Connection[Any]
+
+# What a handler holds is waited for one second at the most; nothing else is waited for at all.
+PATIENCE = 1.0
+MARGIN = 1.5
+# The transactions stay open until the test ends: a busy machine is slow, a wait would be for ever.
+AT_ONCE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Claimed jobs, of which one is busy in its handler's open transaction, and a worker's connection."""
+
+    worker: Connection
+    claimed: list[Any]
+    busy: Any
+    handler: Connection
+
+    @property
+    def neighbours(self) -> set[UUID]:
+        return {job.id for job in self.claimed} - {self.busy.id}
+
+
+def work(job_type: str = "a", key: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"job_type": job_type, "ordering_key": key, **more}
+
+
+@pytest.fixture
+def crowd(connect: Connect) -> Crowd:
+    worker = connect()
+    worker.execute("SET statement_timeout = '10s'")
+    jobs = [
+        work("a"),
+        work("b", "k1"),
+        work("b", "k1"),
+        work("a", "k2"),
+        work("a", "k2"),
+        work("b"),
+    ]
+    enqueue(worker, *jobs)
+    claimed = claim(worker)
+    assert len(claimed) == 4  # two wait behind their keys
+    enqueue(worker, *jobs, work("a", delay=3600))
+
+    for order in (1, -1):
+        producer = connect(autocommit=False)
+        new = [work("a", "k1"), work("b", "k2"), work("c", "k3"), work("d", "k4"), work("d")]
+        for job in new[::order]:
+            enqueue(producer, job)
+    handler = connect(autocommit=False)
+    busy = next(job for job in claimed if job.ordering_key == "k1")
+    assert complete(handler, busy) == [busy.id]
+    reader = connect(autocommit=False)
+    reader.isolation_level = IsolationLevel.REPEATABLE_READ
+    reader.execute("SELECT * FROM howdah.jobs").fetchall()
+    reader.execute("SELECT * FROM howdah.lanes, howdah.unsettled").fetchall()
+    return Crowd(worker, claimed, busy, handler)
+
+
+def test_a_claim_takes_the_other_jobs_of_the_same_lanes(crowd: Crowd) -> None:
+    began = time.monotonic()
+    jobs = claim(crowd.worker)
+    assert time.monotonic() - began < AT_ONCE
+    assert sorted((job.job_type, job.ordering_key) for job in jobs) == [("a", None), ("b", None)]
+
+
+ACKNOWLEDGEMENTS = {
+    "complete_jobs": "SELECT * FROM howdah.complete_jobs(%s, %s)",
+    "fail_jobs": "SELECT * FROM howdah.fail_jobs(%s, %s, array_fill('no'::text, ARRAY[4]))",
+    "fail_jobs for good": "SELECT * FROM howdah.fail_jobs(%s, %s, array_fill('no'::text, ARRAY[4]), "
+    "array_fill(NULL::timestamptz, ARRAY[4]))",
+    "start_jobs": "SELECT * FROM howdah.start_jobs(%s, %s)",
+    "add_events": "SELECT * FROM howdah.add_events(%s, %s, array_fill('note'::text, ARRAY[4]), NULL)",
+    "release_jobs": "SELECT * FROM howdah.release_jobs(%s, %s)",
+}
+
+
+@pytest.mark.parametrize("name", ACKNOWLEDGEMENTS)
+def test_an_acknowledgement_accepts_the_neighbours_of_a_busy_job(crowd: Crowd, name: str) -> None:
+    began = time.monotonic()
+    accepted = rows(crowd.worker, ACKNOWLEDGEMENTS[name], *fences(crowd.claimed))
+    assert time.monotonic() - began < PATIENCE + MARGIN
+    assert {row[0] for row in accepted} == crowd.neighbours
+
+
+@pytest.mark.parametrize("name", ACKNOWLEDGEMENTS)
+def test_an_acknowledgement_without_the_busy_job_does_not_wait_at_all(
+    crowd: Crowd, name: str
+) -> None:
+    mine = [job for job in crowd.claimed if job.id != crowd.busy.id]
+    began = time.monotonic()
+    accepted = rows(crowd.worker, ACKNOWLEDGEMENTS[name], *fences(mine))
+    assert time.monotonic() - began < 0.9 * PATIENCE
+    assert {row[0] for row in accepted} == crowd.neighbours
+
+
+REPORTS = {
+    "extend_jobs": "SELECT id, extended AS written, mine FROM howdah.extend_jobs(%s, %s, '1 minute')",
+    "report_progress": "SELECT id, reported AS written, mine "
+    "FROM howdah.report_progress(%s, %s, '{1,2,3,4}')",
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_heartbeat_skips_a_busy_job_and_says_that_it_is_not_lost(crowd: Crowd, name: str) -> None:
+    began = time.monotonic()
+    answers = rows(crowd.worker, REPORTS[name], *fences(crowd.claimed))
+    assert time.monotonic() - began < AT_ONCE
+    assert {row.id for row in answers if row.written} == crowd.neighbours
+    assert all(row.mine for row in answers)
+
+
+def test_recovery_takes_what_nobody_has_locked(crowd: Crowd) -> None:
+    began = time.monotonic()
+    found = value(crowd.worker, "SELECT howdah.recover_stale_jobs(interval '0')")
+    assert time.monotonic() - began < AT_ONCE
+    assert found == len(crowd.neighbours)
+
+
+@pytest.mark.parametrize("call", ["settle_keys()", "sweep()", "next_due_at()", "run_maintenance()"])
+def test_upkeep_does_not_wait(crowd: Crowd, call: str) -> None:
+    expire(crowd.worker, *(job for job in crowd.claimed if job.id != crowd.busy.id))
+    crowd.worker.execute(
+        "INSERT INTO howdah.unsettled (ordering_key) VALUES ('k1'), ('k2'), ('k3')"
+    )
+    crowd.worker.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
+    began = time.monotonic()
+    crowd.worker.execute(f"SELECT * FROM howdah.{call}".encode())
+    assert time.monotonic() - began < AT_ONCE
+    assert rows(crowd.worker, "SELECT * FROM howdah.maintenance WHERE last_error IS NOT NULL") == []
+
+
+def test_the_busy_job_is_completed_when_its_handler_commits(crowd: Crowd) -> None:
+    complete(crowd.worker, *crowd.claimed)
+    crowd.handler.commit()
+    assert status(crowd.worker, crowd.busy.id) == "completed"
+
+
+def test_two_open_enqueues_with_the_same_new_lanes_and_keys_do_not_meet(
+    connect: Connect, conn: Connection
+) -> None:
+    first, second = (connect(autocommit=False) for _ in range(2))
+    for producer in (first, second):
+        producer.execute("SET lock_timeout = '200ms'")
+    jobs = [work(f"type {n}", f"key {n}") for n in range(4)]
+    for one, other in zip(jobs, reversed(jobs), strict=True):
+        enqueue(first, one)
+        enqueue(second, other)
+    second.commit()
+    first.commit()
+    done = 0
+    while done < 8:
+        maintain(conn, "settle", "sweep")
+        taken = claim(conn)
+        assert taken, f"only {done} of 8 were ever claimable"
+        done += len(complete(conn, *taken))
+
+
+def test_a_job_in_a_new_lane_does_not_wait_for_another_transaction_that_uses_it_first(
+    connect: Connect, conn: Connection
+) -> None:
+    stranger = connect(autocommit=False)
+    enqueue(stranger, work("new"))
+    (mine,) = enqueue(conn, work("new"))
+    maintain(conn, "sweep")
+    assert [job.id for job in claim(conn)] == [mine]
+    stranger.commit()
+    assert len(claim(conn)) == 1
+
+
+def test_a_lane_that_two_transactions_made_is_claimed_from_like_any_other(
+    connect: Connect, conn: Connection
+) -> None:
+    stranger = connect(autocommit=False)
+    enqueue(stranger, work("new"))
+    enqueue(conn, *(work("new") for _ in range(5)))
+    maintain(conn, "sweep")
+    stranger.commit()
+    taken = claim(conn, 3)
+    conn.execute("SELECT howdah.release_jobs(%s, %s)", fences(taken))
+    maintain(conn)
+    assert len({job.id for job in claim(conn, 4)} | {job.id for job in claim(conn, 4)}) == 6
+
+
+def test_a_cancel_that_meets_a_completion_in_the_opposite_order_gives_way(
+    connect: Connect, conn: Connection
+) -> None:
+    first, second = enqueue(conn, work("a"), work("a"))
+    jobs = {job.id: job for job in claim(conn)}
+    worker, operator = connect(autocommit=False), connect()
+    operator.execute("SET deadlock_timeout = '50ms'")
+    complete(worker, jobs[second])
+    with ThreadPoolExecutor(1) as pool:
+        cancelling = pool.submit(
+            operator.execute, "SELECT * FROM howdah.cancel_jobs(%s)", ([first, second],)
+        )
+        waits = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = %s"
+        wait_until(
+            lambda: value(conn, waits, operator.info.backend_pid), "the cancel waits for the second"
+        )
+        assert complete(worker, jobs[first]) == [first]
+        worker.commit()
+        assert cancelling.result().fetchall() == []
+    assert status(conn, first) == status(conn, second) == "completed"

@@ -1,0 +1,132 @@
+"""Heads only say where a claim begins to look: no job stays hidden below one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from calls import claim, complete, enqueue, expire, fences, maintain, value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    Connection = psycopg.Connection[Any]
+    Connect = Callable[..., Connection]
+
+WORK = {"job_type": "work"}
+
+
+def head(conn: Connection) -> Any:
+    return value(conn, "SELECT min(head_at) FROM howdah.lanes WHERE job_type = 'work'")
+
+
+def set_head(conn: Connection, expression: str) -> None:
+    conn.execute(f"UPDATE howdah.lanes SET head_at = {expression}".encode())
+
+
+def hide(connect: Connect, conn: Connection) -> Any:
+    """A job whose transaction stayed open while the head moved on past its due time."""
+    producer = connect(autocommit=False)
+    (late,) = enqueue(producer, WORK)
+    set_head(conn, "clock_timestamp()")
+    producer.commit()
+    assert claim(conn) == []
+    return late
+
+
+def test_a_job_below_the_head_is_found_after_the_sweep(connect: Connect, conn: Connection) -> None:
+    enqueue(conn, WORK)
+    complete(conn, *claim(conn))
+    late = hide(connect, conn)
+    maintain(conn, "sweep")
+    assert [job.id for job in claim(conn)] == [late]
+
+
+def test_a_job_below_the_head_is_found_at_once_by_a_claim_that_ignores_heads(
+    connect: Connect, conn: Connection
+) -> None:
+    enqueue(conn, WORK)
+    complete(conn, *claim(conn))
+    late = hide(connect, conn)
+    assert [job.id for job in claim(conn, ignore_heads=True)] == [late]
+
+
+def test_a_full_batch_moves_the_head_up_to_what_it_saw_less_the_margin(conn: Connection) -> None:
+    enqueue(conn, *([WORK] * 2000))
+    jobs = claim(conn, 1000)  # a thousand in a thousand: certain
+    assert len(jobs) == 1000
+    assert head(conn) == jobs[0].run_at - timedelta(seconds=1)
+
+
+def test_a_claim_never_lowers_the_head(connect: Connect, conn: Connection) -> None:
+    enqueue(conn, WORK)
+    complete(conn, *claim(conn))
+    producer = connect(autocommit=False)
+    enqueue(producer, *([WORK] * 1000))
+    set_head(conn, "clock_timestamp()")
+    producer.commit()
+    before = head(conn)
+    assert len(claim(conn, 1000, ignore_heads=True)) == 1000
+    assert head(conn) == before
+
+
+def test_what_becomes_pending_again_is_not_hidden_below_the_head(conn: Connection) -> None:
+    enqueue(conn, *([WORK] * 3))
+    released, failed, recovered = claim(conn)
+    set_head(conn, "clock_timestamp()")
+    conn.execute("SELECT howdah.release_jobs(%s, %s)", fences([released]))
+    conn.execute("SELECT howdah.fail_jobs(%s, %s, '{no}')", fences([failed]))
+    expire(conn, recovered)
+    conn.execute("SELECT howdah.recover_stale_jobs()")
+    assert {job.id for job in claim(conn)} == {released.id, failed.id, recovered.id}
+
+
+def test_a_job_that_gets_its_key_is_not_hidden_below_the_head(conn: Connection) -> None:
+    _, second = enqueue(conn, *([WORK | {"ordering_key": "key"}] * 2))
+    (first,) = claim(conn)
+    set_head(conn, "clock_timestamp()")
+    complete(conn, first)
+    assert [job.id for job in claim(conn)] == [second]
+
+
+def test_a_reopened_job_is_not_hidden_below_the_head(conn: Connection) -> None:
+    enqueue(conn, WORK)
+    (job,) = claim(conn)
+    complete(conn, job)
+    set_head(conn, "clock_timestamp()")
+    conn.execute("SELECT howdah.retry_jobs(%s)", ([job.id],))
+    assert [again.id for again in claim(conn)] == [job.id]
+
+
+def test_the_sweep_pulls_back_a_head_that_lies_in_the_future(conn: Connection) -> None:
+    enqueue(conn, WORK | {"delay": 7200})
+    set_head(conn, "clock_timestamp() + interval '1 hour'")
+    maintain(conn, "sweep")
+    assert head(conn) < value(conn, "SELECT clock_timestamp()")
+
+
+def test_the_sweep_adds_the_lane_of_a_job_that_has_none(conn: Connection) -> None:
+    ids = enqueue(conn, WORK, WORK | {"priority": 7}, WORK | {"queue": "other"})
+    conn.execute("DELETE FROM howdah.lanes")
+    assert claim(conn) == []
+    maintain(conn, "sweep")
+    assert [job.id for job in claim(conn)] == ids[:2]
+    assert value(conn, "SELECT count(*) FROM howdah.lanes") == 3
+
+
+def test_the_next_due_time_is_that_of_the_first_job_to_come(conn: Connection) -> None:
+    assert value(conn, "SELECT howdah.next_due_at()") is None
+    enqueue(conn, *(WORK | {"delay": delay} for delay in (3600, 60, 90)))
+    due_in = value(conn, "SELECT howdah.next_due_at() - clock_timestamp()")
+    assert timedelta(seconds=50) < due_in <= timedelta(seconds=60)
+    assert value(conn, "SELECT howdah.next_due_at('{other}')") is None
+
+
+def test_a_job_that_came_due_since_the_last_claim_is_not_slept_past(conn: Connection) -> None:
+    claimed_at = value(conn, "SELECT clock_timestamp()")
+    enqueue(conn, WORK, WORK | {"delay": 60})
+    now = value(conn, "SELECT clock_timestamp()")
+    assert claimed_at < value(conn, "SELECT howdah.next_due_at(p_after => %s)", claimed_at) <= now
+    assert value(conn, "SELECT howdah.next_due_at(p_after => %s)", now) > now
