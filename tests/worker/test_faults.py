@@ -146,9 +146,7 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
     killer = NewJob(job_type="killer", max_attempts=2)
     supervisor = children.start("--processes", "2", "--concurrency", "10").ready(2)
     # A worker beats when it begins to listen; what runs just then would have started for all to see.
-    listening = (
-        "SELECT count(*) FROM pg_stat_activity WHERE starts_with(query, 'SELECT pg_notify(')"
-    )
+    listening = "SELECT count(*) FROM pg_stat_activity WHERE starts_with(query, 'NOTIFY ')"
     until(lambda: conn.execute(listening).fetchone() == (2,), "both listen")
     queue.enqueue_many([*[nap] * 10, killer, *[nap] * 90])
     died = "a worker process ended and is started again"

@@ -39,7 +39,7 @@ def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[
 def listens(conn: psycopg.Connection[Any], besides: int | None = None) -> int | None:
     """The server process of the worker's listening connection."""
     row = conn.execute(
-        "SELECT pid FROM pg_stat_activity WHERE starts_with(query, 'SELECT pg_notify(') AND pid <> ALL (%s) "
+        "SELECT pid FROM pg_stat_activity WHERE starts_with(query, 'NOTIFY ') AND pid <> ALL (%s) "
         "AND datname = current_database() AND state = 'idle'",
         [[] if besides is None else [besides]],
     ).fetchone()

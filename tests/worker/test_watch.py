@@ -168,7 +168,7 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
     await eventually(lambda: watcher._listener is not None and watcher._listener.connected.is_set())
     connect().execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-        "WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE '%pg_notify($1%'"
+        "WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE 'NOTIFY %'"
     )
     gate.release.set()
     assert steps(await asyncio.wait_for(following, 30)) == [1, 2, 3, 4, 5, 6, 7]
@@ -283,7 +283,7 @@ async def test_many_waiters_share_one_listening_connection(
     await eventually(lambda: len(app._watcher()._awaited) == 20)
     listening = connect().execute(
         "SELECT count(*) FROM pg_stat_activity "
-        "WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE '%pg_notify($1%'"
+        "WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE 'NOTIFY %'"
     )
     assert listening.fetchone()[0] <= 2  # type: ignore[index] # the worker's, and the watchers'
     gate.release.set()

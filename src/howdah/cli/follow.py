@@ -18,7 +18,7 @@ from howdah.async_queue import AsyncJobQueue
 from howdah.cli.output import STYLES, clock, compact, one_line, plain
 from howdah.cli.session import queue_command
 from howdah.cli.values import Duration
-from howdah.errors import HowdahError, JobCancelled, JobFailed, JobNotFound, ResultTimeout
+from howdah.errors import HowdahError, JobCancelled, JobFailed, ResultTimeout
 from howdah.insight import describe
 from howdah.model import Status
 from howdah.statements import Statement
@@ -68,16 +68,13 @@ def follow(
         except TimeoutError:
             seconds = timeout.total_seconds() if timeout else 0
             raise ResultTimeout(job_id, seconds) from None
-        except JobNotFound:
-            if job is None:
-                raise
-            return None  # completed under keep=0
         except asyncpg.PostgresError as error:
             raise HowdahError(f"the database refused: {error}.") from error
         finally:
             await watcher.close()
             await queue.close()
-        return job
+        # One that ended at no known time is gone: it was completed under keep=0.
+        return None if job is not None and job.status.is_final and job.completed_at is None else job
 
     return asyncio.run(run())
 

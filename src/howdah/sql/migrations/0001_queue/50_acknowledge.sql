@@ -18,11 +18,13 @@ AS $$
 DECLARE
     v_locked uuid[];
 BEGIN
+    -- Each job once, so that one that is named twice does not pass for two.
     v_locked := ARRAY (
         SELECT j.id
-        FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-        JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+        FROM live_jobs AS j
         WHERE j.id = ANY (p_ids)
+          AND (j.id, j.lease_id) IN (
+              SELECT a.id, a.lease_id FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id))
         FOR UPDATE OF j SKIP LOCKED);
     IF cardinality(v_locked) = cardinality(p_ids) THEN
         RETURN p_ids;
