@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 SMOKE := .venv-smoke
+# Each of these has a PostgreSQL of its own, and the tests wait more than they compute.
+PARALLEL := -n 4 --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -42,7 +44,7 @@ typecheck: $(INSTALLED) ## Check types
 	$(PY) -m mypy
 
 unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some
-	$(PY) -m pytest --durations=5 $(ARGS)
+	$(PY) -m pytest $(PARALLEL) --durations=5 $(ARGS)
 
 smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
 	rm -rf dist $(SMOKE)
@@ -59,7 +61,7 @@ system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has 
 	  echo "No PostgreSQL 14 or newer is installed on this system: tested on the embedded one alone."; \
 	else \
 	  echo "Testing on the PostgreSQL in $$directory"; \
-	  $(PY) -m pytest tests/sql --pg-bin "$$directory"; \
+	  $(PY) -m pytest $(PARALLEL) tests/sql --pg-bin "$$directory"; \
 	fi
 
 skill-zip: $(INSTALLED) ## Pack the agent skill into dist/postgres-job-queue.zip

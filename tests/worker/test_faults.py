@@ -60,6 +60,8 @@ class Massacre:
             for point in POINTS
         }  # fmt: skip
         with contextlib.closing(JobQueue(children.database)) as queue:
+            for point in POINTS:
+                self._enqueue(queue, point)  # some die before they could be fed
             until(lambda: self._feed(queue), "every worker that should die did")
         self.codes = {point: victim.wait() for point, victim in self.victims.items()}
         until(lambda: all_ended(conn), "every job ended")
