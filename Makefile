@@ -28,8 +28,11 @@ demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed ag
 recording: $(INSTALLED) ## Record the demo anew for the README
 	@$(PY) tools/record_demo.py
 
-test: lint typecheck unit smoke system ## Run every check there is
+test: lint typecheck unit smoke system ## Run the checks; `make slow` has the long ones
 	@echo "make test: all checks passed."
+
+slow: $(INSTALLED) ## Follow every page of the documentation, the skill and the demo
+	$(PY) -m pytest $(PARALLEL) -m slow
 
 lint: $(INSTALLED) ## Check style, formatting and layers
 	$(PY) -m ruff check .
@@ -44,7 +47,7 @@ typecheck: $(INSTALLED) ## Check types
 	$(PY) -m mypy
 
 unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some
-	$(PY) -m pytest $(PARALLEL) --durations=5 $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "not slow" --durations=5 $(ARGS)
 
 smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
 	rm -rf dist $(SMOKE)
@@ -53,6 +56,9 @@ smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
 	$(PY) -m venv $(SMOKE)
 	$(SMOKE)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[all]"
 	$(SMOKE)/bin/python -I tools/smoke.py
+	# The README, followed by a newcomer who has the wheel and nothing of ours besides.
+	$(SMOKE)/bin/python -m pip install --quiet pytest pytest-asyncio
+	$(SMOKE)/bin/python -m pytest -q "tests/examples/test_pages.py::test_a_reader_can_follow_the_page[README.md]"
 	rm -rf $(SMOKE)
 
 system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has one

@@ -31,6 +31,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pg-bin", default=None, help="bin directory of the PostgreSQL to test on")
 
 
+SLOW = ("examples/", "skill/", "cli/test_demo.py", "cli/test_dev.py", "testing/test_plugin.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what follows whole pages and sessions of a person: `make slow` runs it."""
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here).as_posix()
+        if path.startswith(SLOW) and not item.name.endswith("[README.md]"):
+            item.add_marker("slow")
+
+
 def url_of(server: EmbeddedServer, database: str) -> str:
     return server.url.replace("/howdah?", f"/{database}?")
 

@@ -88,6 +88,7 @@ REFUSED = {
     "a payload over 64 KiB": ({"data": "x" * 65_535}, "data_within_limit"),
     "a payload that is nested too deeply": ({"data": nested(101)}, "data_not_too_deep"),
     "a due time that never comes": ({"run_at": "infinity"}, "run_at_is_finite"),
+    "a due time that no client can read": ({"run_at": "20000-01-01"}, "run_at_is_finite"),
     "an empty idempotency key": ({"idempotency_key": ""}, "key_length"),
     "an overlong idempotency key": ({"idempotency_key": "x" * 501}, "key_length"),
     "an empty ordering key": ({"ordering_key": ""}, "ordering_key_length"),

@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BEGIN_PATIENCE = 30.0  # for a process to take up a job while one is free
 MESSAGE_LIMIT = 200_000
 WATCH = 0.5
 
@@ -123,20 +125,33 @@ class ProcessExecutor:
             return self._pool.schedule(_run_child, args=work, timeout=task.options.timeout)
         except RuntimeError:
             # A child that died while it was idle breaks a pool for good.
-            logger.warning("the process pool broke; a new one is made")
-            broken = self._close()
-            asyncio.get_running_loop().run_in_executor(None, _stop_pool, broken)
-            self._pool = self._start()
+            self._replace()
             return self._pool.schedule(_run_child, args=work, timeout=task.options.timeout)
+
+    def _replace(self) -> None:
+        logger.warning("the process pool broke; a new one is made")
+        broken = self._close()
+        asyncio.get_running_loop().run_in_executor(None, _stop_pool, broken)
+        self._pool = self._start()
 
     async def _answer(self, future: Future[Outcome], job_id: UUID) -> Outcome:
         answer = asyncio.wrap_future(future)
+        waiting = time.monotonic()
         try:
             while True:
                 gone = self._is_gone(job_id)  # first, as an answer may arrive in between
                 await asyncio.wait([answer], timeout=WATCH)
+                if answer.cancelled():
+                    raise BrokenProcessPool  # its pool was replaced
                 if answer.done():
                     return await answer
+                if job_id in self._pids or len(self._pids) >= self._size:
+                    waiting = time.monotonic()
+                elif time.monotonic() - waiting > BEGIN_PATIENCE:
+                    # An idle child that was killed may have taken the pool's lock with it.
+                    if not self._pids:
+                        self._replace()
+                    raise BrokenProcessPool
                 if gone:
                     # It left with status 0, which the pool takes for a child that had nothing to do.
                     raise ProcessDied(_describe_death(0))

@@ -57,7 +57,8 @@ CREATE TABLE live_jobs (
     CONSTRAINT attempts_within_max CHECK (attempts BETWEEN 0 AND max_attempts),
     CONSTRAINT claims_count_attempts CHECK (claims >= attempts),
     CONSTRAINT progress_range CHECK (progress BETWEEN 0 AND 100),
-    CONSTRAINT run_at_is_finite CHECK (isfinite(run_at)),
+    -- Not beyond what every client can read: one such job would break the listing of all others.
+    CONSTRAINT run_at_is_finite CHECK (isfinite(run_at) AND run_at < timestamptz '9999-01-01 00:00+00'),
     CONSTRAINT keep_is_positive CHECK (keep BETWEEN interval '0' AND interval '1000 years'),
     CONSTRAINT request_id_length CHECK (length(request_id) BETWEEN 1 AND 200),
     CONSTRAINT traceparent_length CHECK (length(traceparent) BETWEEN 1 AND 200),

@@ -174,7 +174,8 @@ BEGIN
     WITH retried AS (
         UPDATE live_jobs AS j
         SET status = 'pending',
-            run_at = greatest(coalesce(a.retry_at, v_now + a.retry_in), v_now),
+            run_at = least(greatest(coalesce(a.retry_at, v_now + a.retry_in), v_now),
+                           timestamptz '9998-12-31 00:00+00'),
             last_error = coalesce(a.error, j.last_error),
             worker_id = NULL,
             lease_id = NULL,
