@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 FLUSH_URGENT = 0.05
 FLUSH = 0.5
 LONGEST_PERIOD = 10.0  # a worker is seen alive this often, whatever its leases
+SUSPICION = 0.5  # seconds a job may run before it is trusted not to kill us
 
 
 @dataclass(slots=True, eq=False)
@@ -278,13 +279,19 @@ class Heartbeat:
         # Each by itself: a report that cannot be written must not cost a lease.
         try:
             step()
+        except DatabaseUnreachable as error:
+            logger.warning("the heartbeat waits for the database", extra={"error": str(error)})
+            return False
         except Exception:
             logger.warning("the heartbeat failed and will try again", exc_info=True)
             return False
         return True
 
     def beat(self) -> None:
-        """Extend every lease, in one statement."""
+        """Extend every lease, in one statement.
+
+        A run of which the database knows that it started pays an attempt if this process is killed. So
+        one that has just begun is not told of yet: it may have begun beside the one that will kill us."""
         faults.reach("before-heartbeat")
         now = time.monotonic()
         runs = self.runs()
@@ -293,7 +300,7 @@ class Heartbeat:
                 [run.id for run in runs],
                 [run.lease_id for run in runs],
                 self._lease,
-                [None if run.started is None else now - run.started for run in runs],
+                [_elapsed(run, now) for run in runs],
             )
             with self._sending:
                 answers = self._store.run(statement)
@@ -319,3 +326,9 @@ class Heartbeat:
         if run.context is not None:
             run.context.abort = why
         self._on_abort(run, why)
+
+
+def _elapsed(run: Run, now: float) -> float | None:
+    if run.started is None or now - run.started < SUSPICION:
+        return None
+    return now - run.started

@@ -179,23 +179,46 @@ _long({"timeout": 0.3, "retry": Retry.never()}, "limited")
 
 @plain.task(name="process:long", run_in="process")
 def long(path: str) -> str:
-    if note(path, os.getpid()) > 1:
+    if note(path) > 1:
         return "second"
-    time.sleep(FOREVER)
+    try:
+        time.sleep(FOREVER)
+    finally:
+        note(path, "stopped")
     return "first"
 
 
 @plain.task(name="process:limited", run_in="process", timeout=0.3, retry=Retry.never())
 def limited(path: str) -> None:
-    note(path, os.getpid())
-    time.sleep(FOREVER)
+    note(path)
+    try:
+        time.sleep(FOREVER)
+    finally:
+        note(path, "stopped")
+
+
+@plain.task(run_in="process")
+def pid() -> int:
+    return os.getpid()
 
 
 @plain.task(run_in="process")
 def stubborn(path: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _ignore_the_end(path)
+
+
+@plain.task(run_in="process", timeout=0.3, retry=Retry.never())
+def stubborn_limited(path: str) -> None:
+    _ignore_the_end(path)
+
+
+def _ignore_the_end(path: str) -> None:
     note(path, os.getpid())
-    time.sleep(FOREVER)
+    while True:
+        try:
+            time.sleep(FOREVER)
+        except BaseException:
+            note(path, "ignored")
 
 
 @in_each_executor()

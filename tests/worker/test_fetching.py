@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from waiting import eventually
 
@@ -21,8 +22,6 @@ from howdah.worker_statements import WorkerStatements
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import psycopg
 
     from conftest import RunWorker
     from howdah import App, JobQueue
@@ -89,19 +88,37 @@ class Calls:
 # ── what wakes a worker ───────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_delayed_job_starts_on_time(
-    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+class Disturbance:
+    """How late the machine itself is: a short sleep and a trivial statement, over and over."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+
+    async def measure(self, database: str) -> None:
+        async with await psycopg.AsyncConnection.connect(database, autocommit=True) as conn:
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                await conn.execute("SELECT 1")
+                self.worst = max(self.worst, time.monotonic() - began - 0.01)
+
+
+async def test_a_delayed_job_starts_within_50_ms_of_its_due_time(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any], database: str
 ) -> None:
     add_nap(app)
-    async with running_worker(app):
+    machine = Disturbance()
+    async with running_worker(app), asyncio.TaskGroup() as group:
+        measuring = group.create_task(machine.measure(database))
         jobs = [NewJob(job_type="nap", delay=0.5 + 0.15 * n) for n in range(12)]
         await app.aqueue.enqueue_many(jobs)
         await completed(conn, 12)
+        measuring.cancel()
     rows = conn.execute("SELECT extract(epoch FROM started_at - run_at) FROM howdah.jobs")
     late = sorted(float(seconds) for (seconds,) in rows)
     assert late[0] >= 0
+    assert late[-1] < 0.05 + machine.worst, (late, machine.worst)
     assert statistics.median(late) < 0.05, late
-    assert late[-1] < 1.0, late
 
 
 @pytest.mark.usefixtures("hourly")

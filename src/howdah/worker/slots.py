@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from howdah import faults, payload
 from howdah.context import Context
 from howdah.drivers import DATABASE_ERRORS
-from howdah.heartbeat import Run
+from howdah.heartbeat import SUSPICION, Run
 from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
 from howdah.worker.executors import stop_run
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 AHEAD = 0.2  # seconds of work to have at hand
 PREFETCH_LIMIT = 1000
 HOARDED = 1.0  # seconds in the buffer after which a job is better off elsewhere
-SUSPICION = 0.5  # seconds a job may run before it is trusted not to kill us
 SMOOTHING = 0.1
 YIELD_EVERY = 16
 LAST_PATIENCE = 1.0
