@@ -204,7 +204,7 @@ class Heartbeat:
             [stage for _, _, stage in reports],
         )
         answers = self._store.run(statement)
-        self._judge(answers)
+        self._judge([run for run, _, _ in reports], answers)
         skipped = {job_id for job_id, reported, mine, _ in answers if mine and not reported}
         with self._buffering:
             for run, percent, stage in reports:
@@ -304,17 +304,19 @@ class Heartbeat:
             )
             with self._sending:
                 answers = self._store.run(statement)
-            self._judge(answers)
+            self._judge(runs, answers)
         touch = self._on_beat()
         if touch is not None:
             self._store.run(touch)
         self._beaten = time.monotonic()
         faults.reach("after-heartbeat")
 
-    def _judge(self, answers: list[tuple[UUID, bool, bool, bool]]) -> None:
+    def _judge(self, runs: list[Run], answers: list[tuple[UUID, bool, bool, bool]]) -> None:
+        # Of the runs that were asked about: a job may have been retried, and be ours again, meanwhile.
+        asked = {run.id: run for run in runs}
         for job_id, _, mine, cancel_requested in answers:
-            run = self._runs.get(job_id)
-            if run is None or run.finishing or run.settled or run.abort is not None:
+            run = asked[job_id]
+            if self._runs.get(job_id) is not run or run.finishing or run.settled or run.abort is not None:
                 continue  # acknowledged meanwhile, or known already
             if not mine:
                 self._abort(run, "lost")

@@ -470,18 +470,21 @@ async def test_a_process_pool_that_stands_still_is_replaced(
 ) -> None:
     pools: list[Any] = []
 
+    patience = processes.BEGIN_PATIENCE
+
     def start(executor: processes.ProcessExecutor) -> Any:
         pools.append(begin(executor))
+        monkeypatch.setattr(processes, "BEGIN_PATIENCE", patience)  # new processes take their time
         return pools[-1]
 
     begin = processes.ProcessExecutor._start
     monkeypatch.setattr(processes.ProcessExecutor, "_start", start)
-    monkeypatch.setattr(processes, "BEGIN_PATIENCE", 1.0)
     async with running_worker(module_app):
         assert await (await module_app.tasks["process:ok"].aenqueue(1)).aresult(30)
         # What a process leaves behind that is killed while it takes a job: the pool's lock, locked.
         channel = pools[0]._pool_manager.worker_manager.workers_channel
         assert channel.mutex.reader_mutex.acquire(timeout=5)
+        monkeypatch.setattr(processes, "BEGIN_PATIENCE", 1.0)
         assert await (await module_app.tasks["process:ok"].aenqueue(2)).aresult(30)
     assert len(pools) == 2
     assert "the process pool broke" in caplog.text
