@@ -316,7 +316,12 @@ class Heartbeat:
         asked = {run.id: run for run in runs}
         for job_id, _, mine, cancel_requested in answers:
             run = asked[job_id]
-            if self._runs.get(job_id) is not run or run.finishing or run.settled or run.abort is not None:
+            if (
+                self._runs.get(job_id) is not run
+                or run.finishing
+                or run.settled
+                or run.abort is not None
+            ):
                 continue  # acknowledged meanwhile, or known already
             if not mine:
                 self._abort(run, "lost")
