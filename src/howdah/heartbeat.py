@@ -16,7 +16,7 @@ from howdah import faults
 from howdah.errors import DatabaseUnreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from datetime import timedelta
     from uuid import UUID
 
@@ -102,12 +102,13 @@ class Heartbeat:
         """Keep this job's lease alive from now on."""
         self._runs[run.id] = run
 
-    def remove(self, run: Run) -> None:
-        """Let go of a job."""
+    def remove(self, runs: Iterable[Run]) -> None:
+        """Let go of jobs."""
         with self._buffering:
-            if self._runs.get(run.id) is run:
-                del self._runs[run.id]
-                self._shown.pop(run.id, None)
+            for run in runs:
+                if self._runs.get(run.id) is run:
+                    del self._runs[run.id]
+                    self._shown.pop(run.id, None)
 
     def runs(self) -> list[Run]:
         """Everything in flight."""

@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import time
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,17 @@ QUICK = Retry.fixed(0)
 @in_each_executor()
 def ok(x: int, ctx: Context) -> dict[str, Any]:
     return {"x": x, "attempt": ctx.attempt}
+
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="nobody")
+
+
+@in_each_executor()
+def of_tenant(name: str) -> str:
+    """Who was here before."""
+    before = TENANT.get()
+    TENANT.set(name)
+    return before
 
 
 @in_each_executor(retry=QUICK, max_attempts=3)

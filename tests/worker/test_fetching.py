@@ -117,7 +117,8 @@ async def test_a_delayed_job_starts_within_50_ms_of_its_due_time(
     rows = conn.execute("SELECT extract(epoch FROM started_at - run_at) FROM howdah.jobs")
     late = sorted(float(seconds) for (seconds,) in rows)
     assert late[0] >= 0
-    assert late[-1] < 0.05 + machine.worst, (late, machine.worst)
+    # From timer to handler a job waits for a processor several times, the measurement once or twice.
+    assert late[-1] < 0.05 + 3 * machine.worst, (late, machine.worst)
     assert statistics.median(late) < 0.05, late
 
 

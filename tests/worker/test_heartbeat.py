@@ -53,7 +53,7 @@ def test_a_job_that_is_ours_again_is_not_taken_for_the_run_that_ended(
             queue.fail(handle.id, reason="again", retry=True)
             runs.append(claim(queue))
             heartbeat.add(runs[0])
-            heartbeat.remove(first)
+            heartbeat.remove([first])
         return run_statement(statement)
 
     monkeypatch.setattr(store, "run", run_late)

@@ -169,6 +169,16 @@ async def test_a_handler_may_cancel_its_own_job(
     assert len(lines(tmp_path / "ran")) == 3
 
 
+@in_each_executor
+async def test_context_variables_of_one_job_are_not_seen_by_the_next(
+    module_app: App, running_worker: RunWorker, executor: str
+) -> None:
+    task = module_app.tasks[f"{executor}:of_tenant"]
+    async with running_worker(module_app, concurrency=1):
+        handles = [await task.aenqueue(name) for name in ("a", "b", "c")]
+        assert [await handle.aresult(30) for handle in handles] == ["nobody"] * 3
+
+
 # ── timed out, cancelled, taken over, lost ────────────────────────────────────────────────────────
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import importlib
 import importlib.util
 import logging
@@ -343,7 +344,8 @@ def _run_child(module: str, name: str, described: dict[str, Any]) -> Outcome:
     with _memory_limit(task.options.memory_limit):
         _running = context
         try:
-            outcome = execute(task, context)
+            # What a handler puts into context variables is not for the next to find.
+            outcome = contextvars.Context().run(execute, task, context)
         finally:
             _running = None
     if isinstance(outcome, Failed):
