@@ -326,6 +326,41 @@ async def test_outcomes_wait_for_a_database_in_trouble(
     assert attempts == [(1, 1)]
 
 
+# ── what is waited for ────────────────────────────────────────────────────────────────────────────
+
+
+async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+) -> None:
+    ran = asyncio.Event()
+
+    @app.task
+    async def nap() -> None:
+        ran.set()
+
+    def acknowledging() -> bool:
+        rows = conn.execute(
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE wait_event = 'SyncRep' AND query LIKE '%complete_jobs%'"
+        )
+        return rows.fetchone() == (1,)
+
+    conn.execute("SET synchronous_commit = local")
+    async with running_worker(app):
+        await is_idle(conn)
+        await app.aqueue.enqueue("nap", delay=2)
+        # A standby that never comes: whoever commits durably waits for it.
+        conn.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+        try:
+            conn.execute("SELECT pg_reload_conf()")
+            await asyncio.wait_for(ran.wait(), 10)
+            await eventually(acknowledging, "the acknowledgement waits")
+        finally:
+            conn.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            conn.execute("SELECT pg_reload_conf()")
+        await completed(conn, 1)
+
+
 # ── a part that breaks ────────────────────────────────────────────────────────────────────────────
 
 
