@@ -286,7 +286,7 @@ def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, 
     fields: dict[str, Any] = {
         "id": job_id,
         "job_type": check_name(job.job_type, "job_type"),
-        "data": encode_data(job.data, limit),
+        "data": encode_data({} if job.data is None else job.data, limit),
     }
     queue = check_name(job.queue, "queue")
     priority = check_integer(job.priority, "priority", *PRIORITY_RANGE)
