@@ -181,7 +181,10 @@ class AsyncStore:
         try:
             async with _acquire(pool, give_up) as conn:
                 if await adrive(conn, migrate.check(self._schema, create=self._create)):
-                    await _amigrate(conn, self._schema)
+                    try:
+                        await _amigrate(conn, self._schema)
+                    except asyncpg.InsufficientPrivilegeError:
+                        await adrive(conn, migrate.refuse(self._schema))
         except BaseException:
             if is_ours(self._database):
                 pool.terminate()

@@ -15,6 +15,7 @@ from howdah.errors import (
     HowdahError,
     InvalidJob,
     InvalidOption,
+    NotPermitted,
     PayloadTooLarge,
     SchemaMissing,
 )
@@ -112,14 +113,22 @@ def translate(error: BaseException, schema: str) -> BaseException:
     state = sqlstate(cause)
     if state in {"3F000", "42P01", "42883"}:
         return SchemaMissing(schema)
+    if state == "42501":
+        return NotPermitted(message_of(cause))
     if state in {"23514", "23502", "22P05", "22P02", "54001"}:
         diagnostics = getattr(cause, "diag", cause)
         constraint = getattr(diagnostics, "constraint_name", None) or ""
         field = _FIELDS.get(constraint) or getattr(diagnostics, "column_name", None) or "data"
-        message = getattr(diagnostics, "message_primary", None) or str(cause).splitlines()[0]
+        message = message_of(cause)
         kind = PayloadTooLarge if constraint == "data_within_limit" else InvalidJob
         return kind(f"the database refused {field}: {message}", field=field)
     return error
+
+
+def message_of(error: BaseException) -> str:
+    """The server's own sentence, without details and hints."""
+    message = getattr(getattr(error, "diag", error), "message_primary", None)
+    return message or next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def raise_translated(error: BaseException, schema: str) -> NoReturn:

@@ -245,7 +245,10 @@ class Store:
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
         if migrate.drive(conn, migrate.check(self._schema, create=self._create)):
-            migrate.migrate(conn, self._schema)
+            try:
+                migrate.migrate(conn, self._schema)
+            except psycopg.errors.InsufficientPrivilege:
+                migrate.drive(conn, migrate.refuse(self._schema))
 
     def close(self) -> None:
         """Close the pool, unless it is the caller's. The next call opens it again."""

@@ -53,7 +53,7 @@ CREATE FUNCTION enqueue_jobs(
     p_again boolean DEFAULT false,
     p_idempotency_ttl interval DEFAULT '7 days')
 RETURNS TABLE (id uuid, is_new boolean)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -148,7 +148,7 @@ CREATE FUNCTION enqueue_job(
     p_id uuid DEFAULT NULL,
     p_idempotency_ttl interval DEFAULT '7 days')
 RETURNS uuid
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     SELECT e.id
     FROM enqueue_jobs(
