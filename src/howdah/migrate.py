@@ -120,9 +120,20 @@ def as_owner(schema: str) -> str:
         "SELECT set_config('role', o.rolname, true) FROM pg_namespace AS n "
         "JOIN pg_roles AS o ON o.oid = n.nspowner "
         f"WHERE n.nspname = {literal(schema)} AND o.rolname <> current_user "
-        "AND o.rolname !~ '^pg_' AND pg_has_role(o.oid, 'MEMBER');\n"
+        "AND o.rolname !~ '^pg_' AND pg_has_role(o.oid, CASE "
+        "WHEN current_setting('server_version_num')::int >= 160000 THEN 'SET' ELSE 'MEMBER' END);\n"
     )
 
+
+# Not IF NOT EXISTS: that asks for the right to create one also where there is one.
+_CREATE_SCHEMA = """
+DO $create$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_namespace WHERE nspname = current_setting('howdah.schema')) THEN
+        EXECUTE format('CREATE SCHEMA %I', current_setting('howdah.schema'));
+    END IF;
+END $create$;
+"""
 
 # The functions run with their owner's rights, and look names up in this schema.
 _NOT_FOR_EVERYBODY = """
@@ -144,7 +155,8 @@ def script(schema: str, migration: Migration) -> str:
     name = quote_schema(schema)
     if migration.version == 1:
         first = (
-            f"CREATE SCHEMA IF NOT EXISTS {name};\n{as_owner(schema)}"
+            f"SELECT set_config('howdah.schema', {literal(schema)}, true);{_CREATE_SCHEMA}"
+            f"{as_owner(schema)}"
             f"SET LOCAL search_path = {name}, pg_temp;{_NOT_FOR_EVERYBODY}"
             f"CREATE TABLE {name}.migrations (version int PRIMARY KEY, name text NOT NULL, "
             "oldest_code int NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp());\n"

@@ -33,7 +33,10 @@ BEGIN
     -- The functions run with the rights of their owner: better one that owns this schema and nothing else.
     v_administrator := v_asked -> 'administrator' ->> 0;
     IF v_administrator <> v_owner THEN
-        IF NOT pg_has_role(v_administrator, 'MEMBER') THEN
+        -- Since 16 whoever creates a role is a member of it that may not become it.
+        IF NOT pg_has_role(v_administrator, CASE WHEN current_setting('server_version_num')::int >= 160000
+                                                 THEN 'SET' ELSE 'MEMBER' END)
+        THEN
             EXECUTE format('GRANT %I TO %I', v_administrator, current_user);
         END IF;
         EXECUTE format('ALTER SCHEMA %I OWNER TO %I', v_schema, v_administrator);
@@ -63,6 +66,7 @@ BEGIN
         FROM grants AS g
         JOIN pg_roles AS known ON known.rolname = g.role
         WHERE g.role <> coalesce(v_administrator, v_owner)
+          AND NOT coalesce(v_asked -> g.kind ? g.role, false)
     LOOP
         EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA %I FROM %I', v_schema, v_role);
         EXECUTE format('REVOKE ALL ON ALL FUNCTIONS IN SCHEMA %I FROM %I', v_schema, v_role);
