@@ -23,7 +23,6 @@ from howdah.drivers import (
     raise_translated,
     seconds_left,
     unreachable,
-    unreadable,
 )
 from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
@@ -214,7 +213,7 @@ async def _acquire(pool: asyncpg.Pool, give_up: float) -> AsyncIterator[Any]:
     try:
         conn = await pool.acquire(timeout=seconds_left(give_up))
     except ValueError:  # asyncpg reads the URL only now
-        raise unreadable() from None
+        raise config.unreadable() from None
     try:
         yield conn
     finally:
@@ -230,7 +229,7 @@ async def _is_pooled(url: str, give_up: float) -> bool:
     try:
         conn = await asyncpg.connect(url, timeout=seconds_left(give_up), statement_cache_size=0)
     except ValueError:  # asyncpg reads the URL only now
-        raise unreadable() from None
+        raise config.unreadable() from None
     try:
         ours = conn.get_server_pid()
         await conn.execute(

@@ -14,7 +14,6 @@ from howdah.errors import (
     DatabaseUnreachable,
     HowdahError,
     InvalidJob,
-    InvalidOption,
     NotPermitted,
     PayloadTooLarge,
     SchemaMissing,
@@ -167,15 +166,6 @@ def unreachable(
 def seconds_left(give_up: float, least: float = 0.001) -> float:
     """What is left until a moment of the monotonic clock."""
     return max(give_up - time.monotonic(), least)
-
-
-def unreadable() -> InvalidOption:
-    """What to raise for a URL that no parser understands."""
-    # The parsers' own words may hold a part of the password.
-    return InvalidOption(
-        "the database URL cannot be read; write it as postgresql://user:password@host:5432/database, "
-        "with special characters in the password percent-encoded."
-    )
 
 
 def has_schema(schema: str) -> Statement[bool]:

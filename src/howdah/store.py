@@ -33,7 +33,6 @@ from howdah.drivers import (
     raise_translated,
     seconds_left,
     unreachable,
-    unreadable,
 )
 from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
@@ -235,7 +234,7 @@ class Store:
                     self._url, autocommit=True, prepare_threshold=None, **options
                 )
             except psycopg.ProgrammingError:
-                raise unreadable() from None
+                raise config.unreadable() from None
             except psycopg.OperationalError as error:
                 self._trouble = error
                 # A server that is starting up will answer; a wrong password or name will not.
