@@ -39,7 +39,11 @@ LIBPQ_ONLY = frozenset(
 
 def database_url(argument: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
     """The first that is set of the argument, HOWDAH_DATABASE_URL and DATABASE_URL."""
-    return argument or next(filter(None, map(environ.get, VARIABLES)), None)
+    url = argument or next(filter(None, map(environ.get, VARIABLES)), None)
+    # A shell hands over what is not Unicode as halves of surrogate pairs.
+    if url is not None and ("\x00" in url or any("\ud800" <= each <= "\udfff" for each in url)):
+        raise unreadable()
+    return url
 
 
 def is_embedded(url: str) -> bool:

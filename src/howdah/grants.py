@@ -12,6 +12,7 @@ from howdah import sql
 from howdah.errors import InvalidOption, did_you_mean
 from howdah.migrate import Query, Script, as_owner, begin, literal
 from howdah.statements import quote_schema
+from howdah.where import check_text
 
 KINDS = ("producer", "worker", "observer", "administrator")
 NOBODY = "none"
@@ -29,8 +30,8 @@ def parse(text: str) -> Roles | None:
         kind, separator, role = (part.strip() for part in each.partition("="))
         if kind not in KINDS:
             hint = did_you_mean(kind, KINDS) or f"; there are {', '.join(KINDS)}."
-            raise InvalidOption(f'unknown kind of role "{kind}"{hint}')
-        if not separator or not role or "\x00" in role:
+            raise InvalidOption(f'unknown kind of role "{kind[:100]}"{hint}')
+        if not separator or not check_text(role):
             raise InvalidOption(f'"{each}" names no role; write it as in {kind}=app_{kind}.')
         roles.setdefault(kind, []).append(role)
     if len(roles.get("administrator", ())) > 1:
