@@ -4,6 +4,7 @@ the list of processes. On a server that asks for them, with the right one and wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -38,11 +39,13 @@ def children(tmp_path: Path, secured: Secured) -> Iterator[Children]:
 
 
 def command_lines(pid: int) -> str:
+    """What a list of processes shows of one and its offspring."""
+    family = [pid, *offspring(pid)]
+    family += [inner for each in family[1:] for inner in offspring(each)]
     lines = []
-    for each in (pid, *offspring(pid)):
-        lines += [Path(f"/proc/{each}/{file}").read_text() for file in ("cmdline", "comm")]
-        for inner in offspring(each):
-            lines.append(Path(f"/proc/{inner}/cmdline").read_text())
+    for each in family:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            lines += [Path(f"/proc/{each}/{file}").read_text() for file in ("cmdline", "comm")]
     return "\n".join(lines).replace("\0", " ")
 
 
