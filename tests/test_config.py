@@ -120,3 +120,15 @@ def test_an_embedded_server_can_be_asked_for_by_url(url, is_embedded, directory)
 def test_messages_name_the_host_and_the_database_and_no_password(url, expected):
     assert config.host_and_database(url) == expected
     assert config.redact(url) == f'database "{expected[1]}" at {expected[0]}'
+
+
+@pytest.mark.parametrize("special", "?#@")
+def test_half_a_password_is_never_taken_for_a_host(special):
+    url = f"postgresql://user:first{special}second@db.example.com/shop"
+    with pytest.raises(InvalidOption, match="special characters in the password percent-encoded"):
+        config.normalise_url(url)
+
+
+def test_an_at_sign_in_an_option_is_none_of_the_password():
+    url = "postgresql://db.example.com/shop?user=a@b"
+    assert config.normalise_url(url) == url

@@ -24,7 +24,6 @@ from howdah.drivers import (
     raise_translated,
     seconds_left,
     unreachable,
-    unreadable,
 )
 from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
@@ -182,7 +181,10 @@ class AsyncStore:
         try:
             async with _acquire(pool, give_up) as conn:
                 if await adrive(conn, migrate.check(self._schema, create=self._create)):
-                    await _amigrate(conn, self._schema)
+                    try:
+                        await _amigrate(conn, self._schema)
+                    except asyncpg.InsufficientPrivilegeError:
+                        await adrive(conn, migrate.refuse(self._schema))
         except BaseException:
             if is_ours(self._database):
                 pool.terminate()
@@ -212,7 +214,7 @@ async def _acquire(pool: asyncpg.Pool, give_up: float) -> AsyncIterator[Any]:
     try:
         conn = await pool.acquire(timeout=seconds_left(give_up))
     except ValueError:  # asyncpg reads the URL only now
-        raise unreadable() from None
+        raise config.unreadable() from None
     try:
         yield conn
     finally:
@@ -228,7 +230,7 @@ async def _is_pooled(url: str, give_up: float) -> bool:
     try:
         conn = await asyncpg.connect(url, timeout=seconds_left(give_up), statement_cache_size=0)
     except ValueError:  # asyncpg reads the URL only now
-        raise unreadable() from None
+        raise config.unreadable() from None
     try:
         ours = conn.get_server_pid()
         await conn.execute(

@@ -39,7 +39,11 @@ LIBPQ_ONLY = frozenset(
 
 def database_url(argument: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
     """The first that is set of the argument, HOWDAH_DATABASE_URL and DATABASE_URL."""
-    return argument or next(filter(None, map(environ.get, VARIABLES)), None)
+    url = argument or next(filter(None, map(environ.get, VARIABLES)), None)
+    # A shell hands over what is not Unicode as halves of surrogate pairs.
+    if url is not None and ("\x00" in url or any("\ud800" <= each <= "\udfff" for each in url)):
+        raise unreadable()
+    return url
 
 
 def is_embedded(url: str) -> bool:
@@ -67,10 +71,23 @@ def normalise_url(url: str) -> str:
             f"the database URL begins with {f'{scheme}://' if plain else 'no scheme'}, which is not "
             "PostgreSQL's; write it as postgresql://user:password@host:5432/database, or as embedded:"
         )
+    user, at, host = rest.partition("/")[0].partition("@")
+    if at and (set(user) & set("?#") or "@" in host.partition("?")[0]):
+        # The drivers read such a URL in two ways, and would call half of a password a host.
+        raise unreadable()
     base, _, query = rest.partition("?")
     options = [_option(each) for each in query.split("&") if each]
     kept = [each for each in options if each.partition("=")[0] not in LIBPQ_ONLY]
     return f"postgresql://{base}" + (f"?{'&'.join(kept)}" if kept else "")
+
+
+def unreadable() -> InvalidOption:
+    """What to raise for a URL that no parser understands."""
+    # The parsers' own words may hold a part of the password.
+    return InvalidOption(
+        "the database URL cannot be read; write it as postgresql://user:password@host:5432/database, "
+        "with special characters in the password percent-encoded."
+    )
 
 
 def redact(url: str) -> str:

@@ -48,6 +48,7 @@ class Doctor:
         checks: list[tuple[str, Callable[[], Finding]]] = [
             ("server", self._server),
             ("schema", self._version),
+            ("access", self._access),
             ("durability", self._durability),
             ("notifications", self._listen),
             ("clock", self._clock),
@@ -98,6 +99,27 @@ class Doctor:
         text = f'"{self._schema}" is at version {found}, this code is for {latest}'
         advice = "Run `howdah migrate`." if found < latest else "Upgrade the howdah package here."
         return Finding("schema", "warning", text, advice)
+
+    def _access(self) -> Finding:
+        owner, is_super, makers, users = self._rows(
+            "SELECT o.rolname, o.rolsuper, "
+            "count(*) FILTER (WHERE a.privilege_type = 'CREATE'), "
+            "count(*) FILTER (WHERE a.privilege_type = 'USAGE') "
+            "FROM pg_namespace AS n JOIN pg_roles AS o ON o.oid = n.nspowner "
+            "LEFT JOIN LATERAL aclexplode(n.nspacl) AS a ON a.grantee <> n.nspowner "
+            "WHERE n.nspname = $1::text GROUP BY o.rolname, o.rolsuper",
+            self._schema,
+        )[0]
+        text = f'"{owner}" owns it, {users} other role(s) may use it'
+        if makers:
+            return Finding("access", "problem", f"{text}, and {makers} may create objects in it",
+                           "Its functions run with their owner's rights and could be led astray: REVOKE "
+                           f"CREATE ON SCHEMA {self._s}.")  # fmt: skip
+        if is_super and users:
+            return Finding("access", "warning", f"{text}, and the owner is a superuser",
+                           "Its functions run with their owner's rights: `howdah migrate --grants` hands "
+                           "them over to a role that owns nothing else.")  # fmt: skip
+        return Finding("access", "ok", text)
 
     def _durability(self) -> Finding:
         settings = dict(
@@ -150,6 +172,9 @@ class Doctor:
             "AND backend_type = 'client backend' ORDER BY xact_start LIMIT 1"
         )
         if not rows or rows[0][4] < OLD_TRANSACTION:
+            if not self._rows("SELECT pg_has_role('pg_read_all_stats', 'USAGE')")[0][0]:
+                return Finding("transactions", "unknown", "this role sees its own alone",
+                               "To look at all: GRANT pg_read_all_stats.")  # fmt: skip
             oldest = f"the oldest is {describe(rows[0][4])} old" if rows else "none is open"
             return Finding("transactions", "ok", oldest)
         pid, user, application, state, age = rows[0]

@@ -14,7 +14,7 @@ from howdah.errors import (
     DatabaseUnreachable,
     HowdahError,
     InvalidJob,
-    InvalidOption,
+    NotPermitted,
     PayloadTooLarge,
     SchemaMissing,
 )
@@ -112,14 +112,22 @@ def translate(error: BaseException, schema: str) -> BaseException:
     state = sqlstate(cause)
     if state in {"3F000", "42P01", "42883"}:
         return SchemaMissing(schema)
+    if state == "42501":
+        return NotPermitted(message_of(cause))
     if state in {"23514", "23502", "22P05", "22P02", "54001"}:
         diagnostics = getattr(cause, "diag", cause)
         constraint = getattr(diagnostics, "constraint_name", None) or ""
         field = _FIELDS.get(constraint) or getattr(diagnostics, "column_name", None) or "data"
-        message = getattr(diagnostics, "message_primary", None) or str(cause).splitlines()[0]
+        message = message_of(cause)
         kind = PayloadTooLarge if constraint == "data_within_limit" else InvalidJob
         return kind(f"the database refused {field}: {message}", field=field)
     return error
+
+
+def message_of(error: BaseException) -> str:
+    """The server's own sentence, without details and hints."""
+    message = getattr(getattr(error, "diag", error), "message_primary", None)
+    return message or next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def raise_translated(error: BaseException, schema: str) -> NoReturn:
@@ -158,15 +166,6 @@ def unreachable(
 def seconds_left(give_up: float, least: float = 0.001) -> float:
     """What is left until a moment of the monotonic clock."""
     return max(give_up - time.monotonic(), least)
-
-
-def unreadable() -> InvalidOption:
-    """What to raise for a URL that no parser understands."""
-    # The parsers' own words may hold a part of the password.
-    return InvalidOption(
-        "the database URL cannot be read; write it as postgresql://user:password@host:5432/database, "
-        "with special characters in the password percent-encoded."
-    )
 
 
 def has_schema(schema: str) -> Statement[bool]:

@@ -7,6 +7,7 @@ HowdahError
 ├── SchemaMissing            the tables are not there and creating them is switched off
 ├── SchemaOutdated           the database's schema is older than this code, and migrating is off
 ├── SchemaTooNew             the database's schema is newer than this code
+├── NotPermitted             the database does not give this role the right to do that
 ├── InvalidOption            a setting or parameter that does not exist or contradicts another
 ├── InvalidJob               a job that may not be enqueued (.field, .index)
 │   └── PayloadTooLarge      its data are over the limit
@@ -65,22 +66,26 @@ class EmbeddedServerError(HowdahError):
 class SchemaMissing(HowdahError):
     """The schema's tables do not exist and creating them on first use is switched off."""
 
-    def __init__(self, schema: str) -> None:
+    def __init__(self, schema: str, *, permitted: bool = True) -> None:
         self.schema = schema
         super().__init__(
             f'schema "{schema}" has no Howdah tables. Run `howdah migrate`, '
             "or leave out create=False to have them created on first use."
+            if permitted
+            else f'schema "{schema}" has no Howdah tables, and this role may not create them. Let one that '
+            "may run `howdah migrate`."
         )
 
 
 class SchemaOutdated(HowdahError):
     """The database's schema is older than this code needs."""
 
-    def __init__(self, schema: str, found: int, needed: int) -> None:
+    def __init__(self, schema: str, found: int, needed: int, *, permitted: bool = True) -> None:
         self.schema, self.found, self.needed = schema, found, needed
         super().__init__(
             f'schema "{schema}" is at version {found} and this Howdah needs {needed}. '
-            "Run `howdah migrate`."
+            "Run `howdah migrate`"
+            + ("." if permitted else " as its administrator; this role may not.")
         )
 
 
@@ -92,6 +97,18 @@ class SchemaTooNew(HowdahError):
         super().__init__(
             f'schema "{schema}" is at version {found}, and this Howdah knows versions up to {known}. '
             "Upgrade the howdah package in this environment."
+        )
+
+
+class NotPermitted(HowdahError):
+    """The database does not give this role the right to do that."""
+
+    def __init__(self, reason: str, role: str | None = None) -> None:
+        self.reason = reason
+        who = "this role" if role is None else f'role "{role}"'
+        super().__init__(
+            f"the database does not let {who} do that: {reason}. `howdah migrate --grants` gives roles the "
+            "rights of a producer, worker, observer or administrator."
         )
 
 

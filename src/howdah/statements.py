@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from howdah import lines, payload
 from howdah.errors import InvalidOption
 from howdah.model import Event, Handle, Job, Status
+from howdah.where import check_text
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
@@ -70,11 +71,11 @@ class Filters:
 
 def quote_schema(schema: str) -> str:
     """The schema's name as an identifier. Refuses what would not be a sensible name."""
-    if not isinstance(schema, str) or not schema or "\x00" in schema:
-        raise InvalidOption(f"{schema!r} is not a schema name.")
-    if len(schema.encode()) > SCHEMA_NAME_LIMIT or schema.startswith("pg_"):
+    if not isinstance(schema, str) or not schema:
+        raise InvalidOption(f"{schema!r:.100} is not a schema name.")
+    if len(check_text(schema).encode()) > SCHEMA_NAME_LIMIT or schema.startswith("pg_"):
         raise InvalidOption(
-            f'"{schema}" cannot be a schema name: it must not begin with pg_ '
+            f'"{schema[:100]}" cannot be a schema name: it must not begin with pg_ '
             f"and be at most {SCHEMA_NAME_LIMIT} bytes long."
         )
     return '"' + schema.replace('"', '""') + '"'

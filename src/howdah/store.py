@@ -33,7 +33,6 @@ from howdah.drivers import (
     raise_translated,
     seconds_left,
     unreachable,
-    unreadable,
 )
 from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
@@ -235,7 +234,7 @@ class Store:
                     self._url, autocommit=True, prepare_threshold=None, **options
                 )
             except psycopg.ProgrammingError:
-                raise unreadable() from None
+                raise config.unreadable() from None
             except psycopg.OperationalError as error:
                 self._trouble = error
                 # A server that is starting up will answer; a wrong password or name will not.
@@ -245,7 +244,10 @@ class Store:
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
         if migrate.drive(conn, migrate.check(self._schema, create=self._create)):
-            migrate.migrate(conn, self._schema)
+            try:
+                migrate.migrate(conn, self._schema)
+            except psycopg.errors.InsufficientPrivilege:
+                migrate.drive(conn, migrate.refuse(self._schema))
 
     def close(self) -> None:
         """Close the pool, unless it is the caller's. The next call opens it again."""

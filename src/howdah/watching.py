@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from howdah.errors import HowdahError, JobNotFound
+from howdah.errors import HowdahError, JobNotFound, NotPermitted
 from howdah.listener import Listener
 from howdah.model import Status
 
@@ -97,7 +98,10 @@ class Watcher:
             while True:
                 if time.monotonic() > asked_until:
                     asked_until = time.monotonic() + WATCH_FOR.total_seconds() / 2
-                    await store.run(statements.watch_jobs(self._name, [job_id], WATCH_FOR))
+                    try:
+                        await store.run(statements.watch_jobs(self._name, [job_id], WATCH_FOR))
+                    except NotPermitted:
+                        asked_until = math.inf  # it may only look: then it looks every second
                 woken.clear()
                 job = await self._look(job_id, seen)
                 events: tuple[Event, ...] = ()

@@ -356,7 +356,9 @@ def test_a_role_that_may_only_look_looks_and_cannot_act(reader: str, shop: Shop)
                     ["enqueue", "--type", "x"], ["clear", "--older-than", "0s"]):  # fmt: skip
         result = invoke(*command, "--database", reader)
         assert result.exit_code == 1, command
-        assert result.stderr.startswith("Error: the database refused: permission denied")
+        who = "this role" if command[0] == "enqueue" else 'role "looker"'
+        refusal = f"Error: the database does not let {who} do that: permission denied"
+        assert result.stderr.startswith(refusal)
         assert len(result.stderr.splitlines()) == 1
 
 

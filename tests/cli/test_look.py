@@ -145,7 +145,7 @@ def test_doctor_reports_what_it_may_not_see(reader: str, read_json: Any) -> None
     with psycopg.connect(reader) as conn:
         assert conn.info.user == "looker"
     found = read_json(invoke("doctor", "--database", reader, "--json"))
-    assert len(found) == 15
+    assert len(found) == 16
 
 
 @pytest.mark.parametrize(

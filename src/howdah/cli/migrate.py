@@ -1,4 +1,5 @@
-"""`howdah migrate`: brings a schema up to date, says what is missing, or prints the SQL."""
+"""`howdah migrate`: brings a schema up to date, gives roles their rights, says what is missing, or prints the
+SQL."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import psycopg
 
-from howdah import config, migrate, sql
+from howdah import config, grants, migrate, sql
 from howdah.cli.options import connect, database_options, json_option, resolve_url, unreachable
 from howdah.errors import HowdahError, InvalidOption, SchemaTooNew
 from howdah.statements import quote_schema
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
     help="With --sql: only what is behind this version; `current` asks the database.",
 )
 @click.option("--to", "target", type=int, metavar="VERSION", help="Go no further than this.")
+@click.option(
+    "--grants",
+    "asked",
+    is_flag=False,
+    flag_value="",
+    metavar="[KIND=ROLE,…]",
+    help="Also give roles their rights; kinds are producer, worker, observer and administrator. Without "
+    "names: the roles that have some, or four group roles that are made.",
+)
 @json_option
 def migrate_command(
     database: str | None,
@@ -37,6 +47,7 @@ def migrate_command(
     only_sql: bool,
     after: str | None,
     target: int | None,
+    asked: str | None,
     as_json: bool,
 ) -> None:
     """Create the schema, or bring it up to date.
@@ -49,13 +60,16 @@ def migrate_command(
         raise click.UsageError("--from goes with --sql.")
     if target is not None and (only_check or only_sql):
         raise click.UsageError("--to goes with neither --check nor --sql.")
+    if asked is not None and (only_check or target is not None):
+        raise click.UsageError("--grants goes with neither --check nor --to.")
     quote_schema(schema)  # complain about the name before anything else
+    grants.parse(asked or "")
     if only_sql:
-        _print_sql(database, schema, after, as_json)
+        _print_sql(database, schema, after, as_json, asked)
     elif only_check:
         _check(database, schema, as_json)
     else:
-        _migrate(database, schema, target, as_json)
+        _migrate(database, schema, target, as_json, asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +104,9 @@ class State:
         }
 
 
-def _migrate(database: str | None, schema: str, target: int | None, as_json: bool) -> None:
+def _migrate(
+    database: str | None, schema: str, target: int | None, as_json: bool, asked: str | None
+) -> None:
     if target is not None and not 1 <= target <= sql.latest_version():
         raise InvalidOption(
             f"--to is {target}; this Howdah knows versions 1 to {sql.latest_version()}."
@@ -100,6 +116,7 @@ def _migrate(database: str | None, schema: str, target: int | None, as_json: boo
         _read_state(conn, url, schema)  # too new a schema is refused here
         try:
             applied = migrate.migrate(conn, schema, target=target)
+            known = None if asked is None else _grant(conn, schema, asked)
         except psycopg.errors.LockNotAvailable as error:
             raise HowdahError(
                 f'schema "{schema}" is in use by transactions that did not end within '
@@ -109,10 +126,31 @@ def _migrate(database: str | None, schema: str, target: int | None, as_json: boo
             raise _refusal(url, schema, error) from error
         state = _read_state(conn, url, schema)
     if as_json:
-        return click.echo(json.dumps(state.facts() | {"applied": [_label(m) for m in applied]}))
+        facts = state.facts() | {"applied": [_label(m) for m in applied]}
+        click.echo(json.dumps(facts if known is None else facts | {"roles": known}))
+        return
     for each in applied:
         click.echo(f"applied {_label(each)}")
-    return click.echo(state.sentence())
+    click.echo(state.sentence())
+    for kind, roles in (known or {}).items():
+        click.echo(f"{kind:<13}  {', '.join(roles) or '(none)'}")
+
+
+def _grant(conn: psycopg.Connection[Any], schema: str, asked: str) -> dict[str, list[str]]:
+    try:
+        return migrate.drive_patiently(conn, lambda: grants.steps(schema, grants.parse(asked)))
+    except psycopg.errors.UndefinedObject as error:
+        raise HowdahError(
+            f"{error.diag.message_primary}; nothing was granted. Create it first, as in: CREATE ROLE "
+            "name LOGIN."
+        ) from error
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise HowdahError(
+            f'role "{conn.info.user}" may not give rights on schema "{schema}": '
+            f"{error.diag.message_primary}; nothing was granted. Let the schema's owner do it, with "
+            "CREATEROLE where roles are to be made, or a superuser; or create the roles and name them, as "
+            "in --grants producer=app_web,worker=app_worker."
+        ) from error
 
 
 def _check(database: str | None, schema: str, as_json: bool) -> None:
@@ -130,9 +168,13 @@ def _check(database: str | None, schema: str, as_json: bool) -> None:
     click.get_current_context().exit(1 if state.pending else 0)
 
 
-def _print_sql(database: str | None, schema: str, after: str | None, as_json: bool) -> None:
+def _print_sql(
+    database: str | None, schema: str, after: str | None, as_json: bool, asked: str | None
+) -> None:
     version = _starting_version(database, schema, after)
     text = migrate.full_script(schema, version)
+    if asked is not None:
+        text += f"\nBEGIN;\n{grants.script(schema, grants.parse(asked))}COMMIT;\n"
     if as_json:
         return click.echo(json.dumps({"schema": schema, "from": version, "sql": text}))
     if not text:

@@ -9,7 +9,7 @@ import psycopg
 
 from howdah import config
 from howdah.embedded import resolve_url
-from howdah.errors import DatabaseUnreachable, InvalidOption
+from howdah.errors import DatabaseUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,11 +55,7 @@ def connect(url: str) -> psycopg.Connection[Any]:
     except psycopg.OperationalError as error:
         raise unreachable(url, error) from error
     except psycopg.ProgrammingError:
-        # The reason is not shown: it may quote a password that stands in the wrong place.
-        raise InvalidOption(
-            "the database URL cannot be read; write it as "
-            "postgresql://user:password@host:5432/database, special characters percent-encoded."
-        ) from None
+        raise config.unreadable() from None
 
 
 def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:

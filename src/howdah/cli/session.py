@@ -20,8 +20,14 @@ from howdah.cli.options import (
 )
 from howdah.cli.output import Output
 from howdah.cli.values import Misuse
-from howdah.drivers import is_connection_lost, translate
-from howdah.errors import HowdahError, InvalidOption, JobNotFound, SchemaMissing
+from howdah.drivers import is_connection_lost, message_of, translate
+from howdah.errors import (
+    HowdahError,
+    InvalidOption,
+    JobNotFound,
+    NotPermitted,
+    SchemaMissing,
+)
 from howdah.insight import Insight
 from howdah.search import Search
 from howdah.statements import Statement, quote_schema
@@ -58,12 +64,17 @@ class Session:
         try:
             with self.in_words():
                 if migrate.drive(self.conn, migrate.check(self.schema, create=create)):
-                    migrate.migrate(self.conn, self.schema)
-        except SchemaMissing:
+                    try:
+                        migrate.migrate(self.conn, self.schema)
+                    except psycopg.errors.InsufficientPrivilege:
+                        migrate.drive(self.conn, migrate.refuse(self.schema))
+        except SchemaMissing as error:
+            if create:
+                raise
             raise HowdahError(
                 f'schema "{self.schema}" has no Howdah tables in this database. Run `howdah migrate` to '
                 "make them, or name the right database or schema with --database and --schema."
-            ) from None
+            ) from error
 
     def run(self, statement: Statement[T]) -> T:
         """Run one statement and read its answer."""
@@ -85,23 +96,21 @@ class Session:
         if is_connection_lost(error) and error.sqlstate != "25006":
             self.conn.close()
             raise unreachable(self.url, error) from error
+        if error.sqlstate == "42501":
+            raise NotPermitted(message_of(error), self.conn.info.user) from error
         translated = translate(error, self.schema)
         if translated is not error:
             raise translated from error
-        reason = (error.diag.message_primary or str(error)).strip()
-        hint = ""
-        if error.sqlstate in {"42501", "25006"}:
-            role = self.conn.info.user
-            hint = f' The role "{role}" may look, perhaps, but not do this.'
-        raise HowdahError(f"the database refused: {reason}.{hint}") from error
+        hint = " This server is for looking only." if error.sqlstate == "25006" else ""
+        raise HowdahError(f"the database refused: {message_of(error)}.{hint}") from error
 
     def may_write(self) -> bool:
         """Whether this role may ask to be told of changes, which leaves a row."""
         return self.run(
             Statement(
-                "SELECT has_table_privilege($1::text, 'INSERT') AND NOT pg_is_in_recovery() "
+                "SELECT has_function_privilege($1::text, 'EXECUTE') AND NOT pg_is_in_recovery() "
                 "AND current_setting('transaction_read_only') = 'off'",
-                (f"{quote_schema(self.schema)}.watchers",),
+                (f"{quote_schema(self.schema)}.watch_jobs(text, uuid[], interval)",),
                 lambda rows: bool(rows[0][0]),
             )
         )

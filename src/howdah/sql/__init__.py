@@ -1,5 +1,8 @@
 """The SQL contract as data: numbered migrations, each a folder of files that are applied together.
 
+Beside them stand the two scripts about roles: `roles.sql` says who has rights, `grants.sql` gives them, and
+both can be run any number of times.
+
 This module only reads them. `howdah.migrate` applies them; `howdah.statements` calls what they make.
 """
 
@@ -42,6 +45,12 @@ def migrations() -> tuple[Migration, ...]:
             Migration(version=version, name=name, oldest_code=_OLDEST_CODE[version], text=text)
         )
     return tuple(steps)
+
+
+@cache
+def script(name: str) -> str:
+    """One of the scripts about roles: "roles" or "grants"."""
+    return (files(__name__) / f"{name}.sql").read_text("utf-8")
 
 
 def latest_version() -> int:

@@ -1,20 +1,23 @@
--- The relations. Migrations run with search_path set to Howdah's own schema and nothing else,
--- and every function pins that path, so no name here is ever looked up anywhere else.
+-- The relations. Migrations run with search_path set to Howdah's own schema and nothing else, and every
+-- function pins that path, so no name here is ever looked up anywhere else. A body that is written as
+-- RETURN needs no pin: its names are looked up once, here, and it can still be inlined.
+--
+-- What callers call is SECURITY DEFINER, and nothing is executable by PUBLIC: a role needs no right on any
+-- table, and has those of `grants.sql`. What only other functions call runs with the rights of its caller.
 
 -- A payload larger than this belongs in a table or a bucket, with a reference to it in the job.
 CREATE FUNCTION payload_limit() RETURNS int
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
-AS $$ SELECT 65536 $$;
+RETURN 65536;
 
 -- UUIDv7 with the microsecond in its 12 spare bits, so that ids made here sort by their time.
 CREATE FUNCTION new_job_id() RETURNS uuid
 LANGUAGE sql VOLATILE PARALLEL SAFE
-AS $$
+RETURN (
     SELECT (lpad(to_hex(t.us / 1000), 12, '0')
          || '7' || lpad(to_hex((t.us % 1000) * 4096 / 1000), 3, '0')
          || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid
-    FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS us) AS t
-$$;
+    FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS us) AS t);
 
 -- Jobs that are not finished. Small and hot: fillfactor 70 leaves room for HOT updates.
 CREATE TABLE live_jobs (
@@ -195,6 +198,13 @@ CREATE TABLE maintenance (
     took        interval,
     last_error  text
 ) WITH (fillfactor = 50);
+
+-- The roles that have been given rights here, as what: every migration gives them what it adds.
+CREATE TABLE grants (
+    kind text NOT NULL CONSTRAINT kind_of_role CHECK (kind IN ('producer', 'worker', 'observer')),
+    role text NOT NULL,
+    CONSTRAINT grants_pkey PRIMARY KEY (kind, role)
+);
 
 -- The relation users look at: every job, finished or not, with the six statuses of the contract.
 CREATE VIEW jobs AS

@@ -45,7 +45,7 @@ END $$;
 CREATE FUNCTION due_again(p_queue text, p_job_type text, p_priority int, p_run_at timestamptz)
 RETURNS timestamptz
 LANGUAGE sql STABLE
-AS $$ SELECT p_run_at $$;
+RETURN p_run_at;
 
 -- Gives a key to one waiting job, if that job can be had without waiting for anyone.
 CREATE FUNCTION give_key(p_key text, p_job_id uuid) RETURNS boolean
@@ -149,8 +149,9 @@ BEGIN
     RETURN false;
 END $$;
 
+-- SECURITY DEFINER: until PostgreSQL 18 a deferred trigger runs as whoever commits, not as whoever inserted.
 CREATE FUNCTION settle_at_commit() RETURNS trigger
-LANGUAGE plpgsql SET search_path FROM CURRENT
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_us xid := pg_current_xact_id()::xid;

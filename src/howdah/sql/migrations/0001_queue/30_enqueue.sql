@@ -53,7 +53,7 @@ CREATE FUNCTION enqueue_jobs(
     p_again boolean DEFAULT false,
     p_idempotency_ttl interval DEFAULT '7 days')
 RETURNS TABLE (id uuid, is_new boolean)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -135,7 +135,7 @@ END $$;
 -- For jobs that were copied into live_jobs in this transaction: makes their lanes,
 -- [[queue, job type, priority], …], and wakes workers, as enqueue_jobs does for its own.
 CREATE FUNCTION announce_jobs(p_lanes jsonb) RETURNS void
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 BEGIN
     PERFORM add_lane(l ->> 0, l ->> 1, (l ->> 2)::int) FROM jsonb_array_elements(p_lanes) AS l;
@@ -161,7 +161,7 @@ CREATE FUNCTION enqueue_job(
     p_id uuid DEFAULT NULL,
     p_idempotency_ttl interval DEFAULT '7 days')
 RETURNS uuid
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     SELECT e.id
     FROM enqueue_jobs(

@@ -11,7 +11,7 @@ CREATE FUNCTION claim_job_batch(
     p_queues text[] DEFAULT '{default}',
     p_started boolean DEFAULT false)
 RETURNS SETOF jobs
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$
@@ -104,7 +104,7 @@ CREATE FUNCTION next_due_at(
     p_queues text[] DEFAULT '{default}',
     p_after timestamptz DEFAULT NULL)
 RETURNS timestamptz
-LANGUAGE sql VOLATILE
+LANGUAGE sql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$

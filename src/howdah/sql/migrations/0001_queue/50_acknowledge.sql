@@ -120,7 +120,7 @@ CREATE FUNCTION complete_jobs(
     p_elapsed float8[] DEFAULT NULL,
     p_again boolean DEFAULT false)
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_mine uuid[] := lock_leased(p_ids, p_lease_ids);
@@ -148,7 +148,7 @@ CREATE FUNCTION fail_jobs(
     p_elapsed float8[] DEFAULT NULL,
     p_tracebacks text[] DEFAULT NULL)
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
@@ -214,7 +214,7 @@ END $$;
 -- A job that was to be cancelled ends as cancelled instead.
 CREATE FUNCTION release_jobs(p_ids uuid[], p_lease_ids uuid[], p_delay interval DEFAULT '0')
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
@@ -293,7 +293,7 @@ CREATE FUNCTION extend_jobs(
     p_lease interval DEFAULT '30 seconds',
     p_elapsed float8[] DEFAULT NULL)
 RETURNS TABLE (id uuid, extended boolean, mine boolean, cancel_requested boolean)
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
@@ -326,7 +326,7 @@ END $$;
 -- Says that jobs were started. A worker writes this before it runs a job that was claimed before, so
 -- that one which kills its worker uses up its attempts.
 CREATE FUNCTION start_jobs(p_ids uuid[], p_lease_ids uuid[]) RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
@@ -347,7 +347,7 @@ CREATE FUNCTION report_progress(
     p_progress int[],
     p_stages text[] DEFAULT NULL)
 RETURNS TABLE (id uuid, reported boolean, mine boolean, cancel_requested boolean)
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$
@@ -380,7 +380,7 @@ END $$;
 -- Appends events to the durable stream of claimed jobs; an id may appear more than once.
 CREATE FUNCTION add_events(p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[])
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
 AS $$

@@ -4,7 +4,7 @@
 -- to their lanes; ends those without an attempt left as failed. Returns how many it found.
 CREATE FUNCTION recover_stale_jobs(p_timeout interval DEFAULT NULL, p_limit int DEFAULT 1000)
 RETURNS int
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$
@@ -47,7 +47,7 @@ $$;
 -- with its next heartbeat. Locks first and branches on what it holds: a statement that removes pending
 -- and marks claimed rows at once misses a row that is being claimed.
 CREATE FUNCTION cancel_jobs(p_ids uuid[]) RETURNS TABLE (id uuid, status text)
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 SET lock_timeout = '5s'
@@ -89,7 +89,7 @@ END $$;
 
 -- Reopens finished jobs under their own ids, with no attempts used.
 CREATE FUNCTION retry_jobs(p_ids uuid[]) RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_ids uuid[];
@@ -126,7 +126,7 @@ END $$;
 
 -- How many jobs wait: due, scheduled and blocked ones. NULL means any.
 CREATE FUNCTION pending_count(p_queue text DEFAULT NULL, p_job_type text DEFAULT NULL) RETURNS bigint
-LANGUAGE sql STABLE SET search_path FROM CURRENT
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     SELECT count(*)
     FROM live_jobs AS j
@@ -140,7 +140,7 @@ CREATE FUNCTION clear_finished(
     p_older_than interval DEFAULT '0',
     p_statuses text[] DEFAULT '{completed,failed,cancelled}')
 RETURNS bigint
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     WITH gone AS (
         DELETE FROM finished_jobs AS f

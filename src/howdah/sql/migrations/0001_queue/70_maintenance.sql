@@ -63,8 +63,8 @@ END $$;
 
 CREATE FUNCTION leaf_name(p_day date) RETURNS text
 LANGUAGE sql IMMUTABLE
-AS $$ SELECT 'finished_jobs_' || lpad(extract(year FROM p_day)::text, 4, '0')
-          || lpad(extract(month FROM p_day)::text, 2, '0') || lpad(extract(day FROM p_day)::text, 2, '0') $$;
+RETURN 'finished_jobs_' || lpad(extract(year FROM p_day)::text, 4, '0')
+    || lpad(extract(month FROM p_day)::text, 2, '0') || lpad(extract(day FROM p_day)::text, 2, '0');
 
 -- LIKE and ATTACH instead of PARTITION OF: completions go on while leaves are made. Rows that the default
 -- leaf caught move over, most of them, with their index entries, before anything is locked. Then the
@@ -152,7 +152,7 @@ END $$;
 -- so in its row and in the answer, and the others go on. The leaves come last, because their locks
 -- last until the commit.
 CREATE FUNCTION run_maintenance() RETURNS TABLE (duty text, took interval, error text)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 #variable_conflict use_column
 DECLARE

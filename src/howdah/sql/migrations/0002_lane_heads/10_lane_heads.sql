@@ -9,7 +9,7 @@ ALTER TABLE maintenance ADD COLUMN reached timestamptz NOT NULL DEFAULT '-infini
 -- is announced with its due time, and found by the sweep in any case.
 CREATE FUNCTION head_margin() RETURNS interval
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
-AS $$ SELECT interval '1 second' $$;
+RETURN interval '1 second';
 
 -- Compare and set, without waiting: whoever moved the head meanwhile knew something newer.
 CREATE FUNCTION move_head(
@@ -56,7 +56,7 @@ CREATE FUNCTION claim_job_batch(
     p_started boolean DEFAULT false,
     p_ignore_heads boolean DEFAULT false)
 RETURNS SETOF jobs
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$

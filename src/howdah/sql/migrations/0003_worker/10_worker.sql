@@ -10,7 +10,7 @@ CREATE FUNCTION register_worker(
     p_priorities int[] DEFAULT '{100}',
     p_info jsonb DEFAULT '{}')
 RETURNS void
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 BEGIN
     INSERT INTO workers AS w (worker_id, host, pid, queues, job_types, idle, info)
@@ -27,7 +27,7 @@ END $$;
 -- Says that a worker lives. p_idle NULL leaves the flag as it is.
 CREATE FUNCTION touch_worker(p_worker_id text, p_idle boolean DEFAULT NULL, p_info jsonb DEFAULT NULL)
 RETURNS void
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     UPDATE workers
     SET seen_at = clock_timestamp(), idle = coalesce(p_idle, idle), info = coalesce(p_info, info)
@@ -35,13 +35,13 @@ AS $$
 $$;
 
 CREATE FUNCTION remove_worker(p_worker_id text) RETURNS void
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$ DELETE FROM workers WHERE worker_id = left(p_worker_id, 100) $$;
 
 -- Ends claimed jobs as cancelled: their handlers were stopped, or asked for it.
 CREATE FUNCTION stop_jobs(p_ids uuid[], p_lease_ids uuid[], p_reasons text[] DEFAULT NULL)
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_mine uuid[] := lock_leased(p_ids, p_lease_ids);
@@ -53,7 +53,7 @@ END $$;
 -- Takes claimed jobs away from their workers, who are told, and puts them back for another one. The
 -- attempt that is cut off does not count.
 CREATE FUNCTION takeover_jobs(p_ids uuid[]) RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET lock_timeout = '5s'
 AS $$
@@ -80,7 +80,7 @@ CREATE FUNCTION enqueue_and_claim(
     p_idempotency_ttl interval DEFAULT '7 days',
     p_lease_id uuid DEFAULT NULL)
 RETURNS TABLE (id uuid, lease_id uuid)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -119,7 +119,7 @@ END $$;
 -- of its own may do so before its last reports are written.
 CREATE FUNCTION add_late_events(p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[])
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$
@@ -150,7 +150,7 @@ END $$;
 
 -- Asks to be told, on the channel schema:job, of every change to these jobs for a while.
 CREATE FUNCTION watch_jobs(p_watcher text, p_ids uuid[], p_for interval DEFAULT '1 minute') RETURNS void
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     INSERT INTO watchers (job_id, watcher, until)
     SELECT i, left(p_watcher, 200), clock_timestamp() + p_for
@@ -160,5 +160,5 @@ AS $$
 $$;
 
 CREATE FUNCTION unwatch_jobs(p_watcher text, p_ids uuid[]) RETURNS void
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$ DELETE FROM watchers WHERE watcher = left(p_watcher, 200) AND job_id = ANY (p_ids) $$;

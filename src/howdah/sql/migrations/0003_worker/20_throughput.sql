@@ -36,7 +36,7 @@ $$;
 
 -- A worker's heartbeat about itself: it lives, it runs so much, and this is what it did since the last one.
 CREATE FUNCTION beat_worker(p_worker_id text, p_info jsonb, p_counts jsonb DEFAULT NULL) RETURNS void
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 BEGIN
     PERFORM touch_worker(p_worker_id, NULL, p_info);

@@ -1,6 +1,6 @@
 -- Removes finished jobs, and their events, by id. What is not finished stays: cancel it first.
 CREATE FUNCTION remove_jobs(p_ids uuid[]) RETURNS SETOF uuid
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     WITH locked AS MATERIALIZED (
         SELECT f.id, f.drop_on

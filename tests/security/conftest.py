@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psycopg
+import psycopg.sql
+import pytest
+from secured import GRANTS, ROLES, Secured, ask_for_passwords, make_role, succeed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from howdah.embedded import EmbeddedServer
+
+
+@pytest.fixture(scope="session")
+def secured_template(server: EmbeddedServer, template: str) -> str:
+    """The name of a database with roles, to be copied."""
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        conn.execute(f"CREATE DATABASE template_secured TEMPLATE {template}".encode())
+        for role in ROLES.values():
+            make_role(conn, role)
+    ask_for_passwords(server, server.directory / "cluster", list(ROLES.values()))
+    url = server.url.replace("/howdah?", "/template_secured?")
+    succeed("migrate", "--database", url, "--grants", GRANTS)
+    return "template_secured"
+
+
+@pytest.fixture
+def secured(make_database: Callable[[str | None], str], secured_template: str) -> Secured:
+    """A fresh database with the four roles."""
+    return Secured(make_database(secured_template))
+
+
+@pytest.fixture
+def new_role(server: EmbeddedServer) -> Iterator[Callable[..., str]]:
+    """Makes roles that are gone after the test."""
+    made: list[str] = []
+
+    def make(name: str, options: str = "LOGIN") -> str:
+        with psycopg.connect(server.url, autocommit=True) as conn:
+            make_role(conn, name, options=options)
+        made.append(name)
+        return name
+
+    yield make
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        databases = [
+            row[0]
+            for row in conn.execute("SELECT datname FROM pg_database WHERE datallowconn").fetchall()
+        ]
+        names = {row[0] for row in conn.execute("SELECT rolname FROM pg_roles").fetchall()}
+    mine = [name for name in made if name in names]
+    for database in databases:
+        with psycopg.connect(
+            server.url.replace("/howdah?", f"/{database}?"), autocommit=True
+        ) as conn:
+            for name in mine:
+                identifier = psycopg.sql.Identifier(name)
+                conn.execute(psycopg.sql.SQL("DROP OWNED BY {} CASCADE").format(identifier))
+    with psycopg.connect(server.url, autocommit=True) as conn:
+        for name in mine:
+            identifier = psycopg.sql.Identifier(name)
+            conn.execute(psycopg.sql.SQL("DROP ROLE {}").format(identifier))

@@ -1,0 +1,226 @@
+"""What must hold everywhere, looked for everywhere: in every function of the database, in every line of
+the source, and in what goes from process to process."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from secured import Secured, run, succeed
+
+from howdah import JobQueue
+from howdah.worker import processes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+SOURCE = sorted((ROOT / "src").rglob("*.py"))
+HOSTILE = [
+    'a"b',
+    "Upper Case",
+    "x; DROP SCHEMA howdah",
+    "it's",
+    "$$ $1 %s {s} {}",
+    "back\\slash",
+    "ünï",
+]
+
+# ── the database ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def functions(secured: Secured) -> list[Any]:
+    with secured.connect() as conn:
+        return conn.execute(
+            "SELECT proname, prosecdef, proconfig, prosqlbody IS NOT NULL, proacl::text, "
+            "proowner::regrole::text, prorettype = 'trigger'::regtype, prosrc "
+            "FROM pg_proc WHERE pronamespace = 'howdah'::regnamespace"
+        ).fetchall()
+
+
+def test_every_function_pins_its_search_path(functions: list[Any]) -> None:
+    for name, _, settings, is_bound, *_ in functions:
+        # A body that was bound when it was made looks no name up any more.
+        pinned = "search_path=howdah, pg_temp" in (settings or [])
+        assert pinned or is_bound, f"{name} looks names up in its caller's search_path"
+
+
+def documented() -> set[str]:
+    page = (ROOT / "docs/reference/sql.md").read_text()
+    page = page[page.index("\n## Functions") : page.index("\n## Internal functions")]
+    return set(re.findall(r"^### (\w+)$", page, flags=re.MULTILINE))
+
+
+def test_what_callers_call_runs_as_the_owner_and_what_is_internal_does_not(
+    functions: list[Any],
+) -> None:
+    definers = {name for name, is_definer, *_ in functions if is_definer}
+    # It runs at the commit, as whoever commits.
+    assert definers == documented() | {"settle_at_commit"}
+
+
+def test_no_function_is_for_everybody_but_a_constant(functions: list[Any]) -> None:
+    public = {row[0] for row in functions if row[4] is None or re.search(r"[{,]=X", row[4])}
+    assert public == {"payload_limit"}
+
+
+def test_sql_that_is_put_together_quotes_what_it_is_given(functions: list[Any]) -> None:
+    """`format` with %I and %L, and nothing glued in with || but names that came from regclass."""
+    for name, *_, body in functions:
+        for statement in re.findall(r"EXECUTE\s+([^;]+);", body):
+            assert re.match(r"format\(|'DROP TABLE ' \|\| array_to_string\(v_emptied", statement), (
+                name
+            )
+            if "%s" in statement:
+                assert "v_leaf" in statement, name
+
+
+# ── the source ────────────────────────────────────────────────────────────────────────────────────
+
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "jsonpickle",
+}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Name):
+                yield function.id, node
+            elif isinstance(function, ast.Attribute):
+                yield f".{function.attr}", node
+
+
+def test_nothing_is_evaluated_or_unpickled() -> None:
+    assert len(SOURCE) > 50
+    for path in SOURCE:
+        check_source(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "text", ["eval('1')", "exec(x)", "import pickle", "from marshal import loads", "os.system('ls')",
+             "subprocess.run('ls', shell=True)", "import dill.session"]
+)  # fmt: skip
+def test_the_scan_finds_what_it_looks_for(text: str) -> None:
+    with pytest.raises(AssertionError):
+        check_source(ast.parse(text))
+
+
+def check_source(tree: ast.AST) -> None:
+    used = {name for name, _ in calls(tree)}
+    assert used & FORBIDDEN_CALLS == set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        assert not {name.partition(".")[0] for name in names} & FORBIDDEN_MODULES
+    for name, call in calls(tree):
+        if name in {".Popen", ".run", ".call", ".check_output", ".system", ".popen"}:
+            shell = [k for k in call.keywords if k.arg == "shell"]
+            assert not shell, "no command goes through a shell"
+    assert not used & {".system", ".popen"}
+
+
+def test_what_a_task_process_is_sent_and_answers_is_plain(secured: Secured) -> None:
+    """The pool pickles what goes through its pipes, both ends of which are ours: names, ids and JSON on the way
+    there, JSON text on the way back. Nothing in it is an object that a payload could name."""
+    crossed: list[Any] = []
+
+    class Reads(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            crossed.append(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    import io
+    from uuid import uuid4
+
+    from howdah.context import Context
+    from howdah.outcome import Completed, Failed
+
+    data = {
+        "__reduce__": ["os.system", "id"],
+        "py/object": "os.system",
+        "n": [1, 2.5, None, True, "x"],
+    }
+    context = Context(
+        id=uuid4(), job_type="t", queue="q", data=data, attempt=1, max_attempts=3, request_id=None,
+        idempotency_key=None, lease_id=uuid4(), timeout=None, sink=None, resources={},
+    )  # fmt: skip
+    there = ("module", "task", processes._describe(context))
+    back = [Completed('{"x": 1}'), Failed("ValueError: no", "Traceback …", 1.0)]
+    for each in (there, *back):
+        assert Reads(io.BytesIO(pickle.dumps(each))).load() == each
+    allowed = {"uuid.UUID", "uuid.SafeUUID", "howdah.outcome.Completed", "howdah.outcome.Failed",
+               "dataclasses._dataclass_setstate", "copyreg.__newobj__"}  # fmt: skip
+    assert set(crossed) <= allowed, crossed
+
+
+# ── names ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("schema", HOSTILE)
+def test_a_schema_may_have_any_name(empty_database: str, schema: str) -> None:
+    """Every command and the client, on a schema that would break out of a name that is not quoted."""
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        conn.execute("CREATE SCHEMA howdah")  # what a hostile name would drop
+    there = ("--database", empty_database, "--schema", schema)
+    queue = JobQueue(empty_database, schema=schema)
+    done = queue.enqueue("mail", {"n": 1}, ordering_key="k")
+    waiting = queue.enqueue("mail", {"n": 2}, ordering_key="k")
+    job = queue.claim_one()
+    assert job is not None
+    assert job.id == done.id
+    queue.progress(job, 10, "stage")
+    queue.event(job, "kind", {"x": 1})
+    queue.complete(job)
+    assert [each.id for each in queue.find(data={"n": 2})] == [waiting.id]
+    for command in (
+        ("jobs",), ("jobs", "--where", "data.n=2"), ("show", done.id), ("explain", waiting.id),
+        ("queues",), ("workers",), ("top", "--once"), ("tail", "--no-follow"), ("wait", done.id),
+        ("recover",), ("migrate",), ("migrate", "--check"), ("cancel", waiting.id), ("retry", waiting.id),
+        ("cancel", waiting.id), ("rm", waiting.id), ("clear", "--older-than", "0s"),
+    ):  # fmt: skip
+        succeed(*command, *there)
+    assert "could not be looked at" not in run("doctor", *there).output
+    queue.close()
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        conn.execute(
+            sql.SQL("UPDATE {}.maintenance SET due_at = now()").format(sql.Identifier(schema))
+        )
+        done_now = conn.execute(
+            sql.SQL("SELECT error FROM {}.run_maintenance()").format(sql.Identifier(schema))
+        ).fetchall()
+        assert set(done_now) == {(None,)}
+        assert conn.execute("SELECT to_regnamespace('howdah') IS NOT NULL").fetchone() == (True,)
+        script = succeed("migrate", "--sql", "--grants", "none", "--schema", schema + "2")
+        conn.execute("SET standard_conforming_strings = off")
+        conn.execute(script.encode())
+
+
+def test_a_payload_is_never_run() -> None:
+    """No task is found by what a payload says: the job's type is looked up among those registered."""
+    from howdah import App
+    from howdah.errors import UnknownTask
+
+    app = App()
+    for name in ("os.system", "builtins.eval", "__import__('os')", "shop_app:app", "../x"):
+        with pytest.raises(UnknownTask):
+            app.get_task(name)

@@ -1,0 +1,362 @@
+"""`howdah migrate --grants`: for whom, how often, by whom, and what comes after."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from secured import GRANTS, ROLES, Secured, run, succeed
+
+from howdah import (
+    AsyncJobQueue,
+    JobQueue,
+    NotPermitted,
+    SchemaMissing,
+    SchemaOutdated,
+    grants,
+    migrate,
+)
+from howdah.errors import InvalidOption
+from howdah.sql import latest_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Connection = psycopg.Connection[Any]
+    NewRole = Callable[..., str]
+
+
+def rights(conn: Connection, schema: str = "howdah") -> list[Any]:
+    """Who owns what, and who may do what with it."""
+    return conn.execute(
+        "SELECT relname, relowner::regrole::text, relacl::text FROM pg_class "
+        "WHERE relnamespace = quote_ident(%(s)s)::regnamespace AND relkind IN ('r', 'p', 'v', 'S') "
+        "UNION ALL SELECT oid::regprocedure::text, proowner::regrole::text, proacl::text FROM pg_proc "
+        "WHERE pronamespace = quote_ident(%(s)s)::regnamespace "
+        "UNION ALL SELECT nspname, nspowner::regrole::text, nspacl::text FROM pg_namespace "
+        "WHERE nspname = %(s)s ORDER BY 1",
+        {"s": schema},
+    ).fetchall()
+
+
+def owners(conn: Connection, schema: str = "howdah") -> set[str]:
+    return {owner for _, owner, _ in rights(conn, schema)}
+
+
+def enqueue_as(url: str, schema: str = "howdah") -> None:
+    queue = JobQueue(url, schema=schema)
+    queue.enqueue("mail")
+    queue.close()
+
+
+# ── for whom ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        ("", None),
+        ("none", {}),
+        ("producer=web", {"producer": ["web"]}),
+        (
+            "producer=web,producer=api, worker = jobs",
+            {"producer": ["web", "api"], "worker": ["jobs"]},
+        ),
+        ('observer="; DROP', {"observer": ['"; DROP']}),
+    ],
+)
+def test_roles_are_named_by_their_kind(text: str, roles: Any) -> None:
+    assert grants.parse(text) == roles
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("producr=web", 'unknown kind of role "producr"; did you mean "producer"?'),
+        ("web", 'unknown kind of role "web"; there are producer, worker, observer, administrator.'),
+        ("producer=", '"producer=" names no role; write it as in producer=app_producer.'),
+        ("administrator=a,administrator=b", "one role is the administrator"),
+    ],
+)
+def test_what_names_no_role_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(InvalidOption) as refusal:
+        grants.parse(text)
+    assert sentence in str(refusal.value)
+
+
+def test_without_names_four_groups_are_made_and_their_members_have_the_rights(
+    empty_database: str, new_role: NewRole
+) -> None:
+    schema = "till"
+    there = ("--database", empty_database, "--schema", schema)
+    try:
+        answer = json.loads(succeed("migrate", "--grants", "--json", *there))
+        kinds = ("producer", "worker", "observer", "administrator")
+        assert answer["roles"] == {kind: [f"till_{kind}"] for kind in kinds}
+        printed = succeed("migrate", "--grants", *there)
+        assert "administrator  till_administrator" in printed
+        member = new_role("till_member", "LOGIN IN ROLE till_producer")
+        enqueue_as(empty_database.replace("://howdah@", f"://{member}@"), schema)
+        with psycopg.connect(empty_database, autocommit=True) as conn:
+            assert owners(conn, schema) == {"till_administrator"}
+            logins = conn.execute(
+                "SELECT count(*) FROM pg_roles WHERE rolname LIKE 'till\\_%r' AND rolcanlogin "
+                "AND rolname <> 'till_member'"
+            ).fetchone()
+            assert logins == (0,)
+    finally:
+        with psycopg.connect(empty_database, autocommit=True) as conn:
+            conn.execute("DROP SCHEMA IF EXISTS till CASCADE")
+            for kind in ("producer", "worker", "observer", "administrator"):
+                conn.execute(f"DROP ROLE IF EXISTS till_{kind}".encode())
+
+
+def test_a_role_that_does_not_exist_is_told_and_nothing_is_granted(secured: Secured) -> None:
+    with secured.connect() as conn:
+        before = rights(conn)
+        result = run("migrate", "--grants", "producer=app_wbe", "--database", secured.url)
+        assert result.exit_code == 1
+        assert 'role "app_wbe" does not exist; nothing was granted.' in result.stderr
+        assert rights(conn) == before
+
+
+@pytest.mark.parametrize(
+    "hostile", ['a"b', "Web Front", "x'; DROP SCHEMA howdah; --", "ünï$$cødé", "\\'"]
+)
+def test_names_of_roles_and_schemas_are_only_names(
+    empty_database: str, new_role: NewRole, hostile: str
+) -> None:
+    role = new_role(hostile)
+    there = ("--database", empty_database, "--schema", hostile)
+    succeed("migrate", "--grants", f"producer={role},administrator={role}", *there)
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        (name,) = conn.execute("SELECT quote_ident(%s)", (role,)).fetchone() or ("",)
+        assert owners(conn, hostile) == {name}
+        conn.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(role)))
+        conn.execute(sql.SQL("SELECT {}.enqueue_job('x')").format(sql.Identifier(hostile)))
+
+
+# ── again, and otherwise ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("again", [("--grants",), ("--grants", GRANTS)])
+def test_granting_again_changes_nothing(secured: Secured, again: tuple[str, ...]) -> None:
+    with secured.connect() as conn:
+        before = rights(conn)
+        for kind in (None, "administrator"):
+            url = secured.url if kind is None else secured.as_kind(kind)
+            succeed("migrate", *again, "--database", url)
+            assert rights(conn) == before
+
+
+def test_the_sql_for_those_who_run_it_by_other_means_does_the_same(
+    empty_database: str, secured: Secured
+) -> None:
+    script = succeed("migrate", "--sql", "--grants", GRANTS)
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        for _ in range(2):
+            conn.execute(script.encode())
+            script = succeed("migrate", "--sql", "--from", str(latest_version()), "--grants")
+        # psycopg is connected to the other database all along
+        with secured.connect() as other:
+            assert rights(conn) == rights(other)
+
+
+def test_who_is_not_named_any_more_loses_its_rights(secured: Secured, new_role: NewRole) -> None:
+    other = new_role("other_web")
+    succeed("migrate", "--grants", f"producer={other}", "--database", secured.url)
+    enqueue_as(secured.url.replace("://howdah@", f"://{other}@"))
+    for kind in ("producer", "worker", "observer"):
+        with pytest.raises(NotPermitted, match="permission denied for schema howdah"):
+            enqueue_as(secured.as_kind(kind))
+    enqueue_as(secured.as_kind("administrator"))
+    answer = json.loads(succeed("migrate", "--grants", "none", "--json", "--database", secured.url))
+    assert answer["roles"] == {
+        "producer": [], "worker": [], "observer": [], "administrator": ["ops"],
+    }  # fmt: skip
+    with pytest.raises(NotPermitted, match="permission denied for schema howdah"):
+        enqueue_as(secured.url.replace("://howdah@", f"://{other}@"))
+
+
+# ── later migrations ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_later_migration_gives_the_roles_what_it_adds(
+    empty_database: str, secured: Secured
+) -> None:
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        migrate.migrate(conn, "howdah", target=1)
+        roles = {kind: [role] for kind, role in ROLES.items()}
+        assert migrate.drive(conn, grants.steps("howdah", roles)) == roles
+    # claim_job_batch is replaced by version 2, and version 3 makes functions of its own
+    migrated = Secured(empty_database)
+    succeed("migrate", "--database", migrated.as_kind("administrator"))
+    with migrated.connect() as conn, secured.connect() as other:
+        assert rights(conn) == rights(other)
+    queue = JobQueue(migrated.as_kind("worker"))
+    queue.enqueue("mail")
+    assert len(queue.claim()) == 1
+    queue.close()
+
+
+def test_a_member_of_the_administrators_migrates_and_all_stays_theirs(
+    empty_database: str, secured_template: str, new_role: NewRole
+) -> None:
+    alice = new_role("alice", "LOGIN IN ROLE ops")
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        migrate.migrate(conn, "howdah", target=1)
+        migrate.drive(conn, grants.steps("howdah", {"administrator": ["ops"]}))
+        enqueue_as(empty_database.replace("://howdah@", f"://{alice}@"))  # creates what is missing
+        assert owners(conn) == {"ops"}
+
+
+def test_a_role_that_was_dropped_stops_no_migration(empty_database: str) -> None:
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        conn.execute("CREATE ROLE short_lived")
+        migrate.migrate(conn, "howdah", target=1)
+        migrate.drive(conn, grants.steps("howdah", {"producer": ["short_lived"]}))
+        conn.execute("DROP OWNED BY short_lived")
+        conn.execute("DROP ROLE short_lived")
+        migrate.migrate(conn, "howdah")
+        migrate.drive(conn, grants.steps("howdah", None))
+
+
+def test_leaves_that_a_worker_makes_belong_to_the_administrator(secured: Secured) -> None:
+    with secured.connect() as conn:
+        conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
+        (leaf,) = conn.execute(
+            "SELECT max(relname) FROM pg_class WHERE relname ~ '^finished_jobs_2[0-9]{7}$'"
+        ).fetchone() or ("",)
+        conn.execute(f"DROP TABLE howdah.{leaf}".encode())
+    with secured.connect("worker") as conn:
+        done = conn.execute("SELECT duty, error FROM howdah.run_maintenance()").fetchall()
+    assert {duty: error for duty, error in done if error} == {}
+    assert {duty for duty, _ in done} == {"recover", "settle", "sweep", "prune", "leaves"}
+    with secured.connect() as conn:
+        made = conn.execute("SELECT tableowner FROM pg_tables WHERE tablename = %s", (leaf,))
+        assert made.fetchall() == [("ops",)]
+
+
+# ── by whom ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_owner_that_was_goes_on_as_before(empty_database: str, new_role: NewRole) -> None:
+    shop, boss = new_role("old_owner"), new_role("new_boss")
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        conn.execute(f"CREATE SCHEMA howdah AUTHORIZATION {shop}".encode())
+        mine = empty_database.replace("://howdah@", f"://{shop}@")
+        succeed("migrate", "--database", mine)
+        succeed("migrate", "--grants", f"administrator={boss}", "--database", empty_database)
+        assert owners(conn) == {boss}
+    enqueue_as(mine)
+
+
+def test_a_server_without_superusers_can_do_it_too(empty_database: str, new_role: NewRole) -> None:
+    # As managed servers have it: the best role there is may create roles and databases, and no more.
+    master = new_role("master", "LOGIN CREATEROLE")
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        conn.execute(f"GRANT CREATE ON DATABASE {conn.info.dbname} TO {master}".encode())
+        try:
+            url = empty_database.replace("://howdah@", f"://{master}@")
+            succeed("migrate", "--grants", "--schema", "managed", "--database", url)
+            assert owners(conn, "managed") == {"managed_administrator"}
+            succeed("migrate", "--grants", "--schema", "managed", "--database", url)
+        finally:
+            conn.execute("DROP SCHEMA IF EXISTS managed CASCADE")
+            for kind in ("producer", "worker", "observer", "administrator"):
+                conn.execute(f"DROP ROLE IF EXISTS managed_{kind}".encode())
+
+
+def test_who_may_not_create_roles_is_told_what_to_do(
+    empty_database: str, new_role: NewRole
+) -> None:
+    shop = new_role("plain_owner")
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        conn.execute(f"CREATE SCHEMA howdah AUTHORIZATION {shop}".encode())
+    result = run(
+        "migrate", "--grants", "--database", empty_database.replace("://howdah@", f"://{shop}@")
+    )
+    assert result.exit_code == 1
+    assert 'role "plain_owner" may not give rights on schema "howdah"' in result.stderr
+    assert "permission denied to create role; nothing was granted." in result.stderr
+    assert "--grants producer=app_web,worker=app_worker" in result.stderr
+
+
+@pytest.mark.parametrize("other", [("--check",), ("--to", "1")])
+def test_grants_go_with_migrating_alone(other: tuple[str, ...]) -> None:
+    result = run("migrate", "--grants", *other)
+    assert result.exit_code == 2
+    assert "--grants goes with neither --check nor --to." in result.stderr
+
+
+# ── first use ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_role_that_may_not_create_needs_no_right_to_where_all_is_there(
+    secured: Secured,
+) -> None:
+    enqueue_as(secured.as_kind("producer"))
+    queue = AsyncJobQueue(secured.as_kind("producer"))
+    await queue.enqueue("mail")
+    await queue.close()
+
+
+async def test_a_role_that_may_not_create_is_told_that_the_tables_are_missing(
+    empty_database: str, new_role: NewRole
+) -> None:
+    url = empty_database.replace("://howdah@", f"://{new_role('newcomer')}@")
+    sentence = 'schema "howdah" has no Howdah tables, and this role may not create them.'
+    with pytest.raises(SchemaMissing, match=sentence):
+        enqueue_as(url)
+    queue = AsyncJobQueue(url)
+    with pytest.raises(SchemaMissing, match=sentence):
+        await queue.enqueue("mail")
+    await queue.close()
+
+
+async def test_a_role_that_may_not_migrate_is_told_that_the_schema_is_behind(
+    empty_database: str, new_role: NewRole
+) -> None:
+    role = new_role("late_producer")
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        migrate.migrate(conn, "howdah", target=1)
+        migrate.drive(conn, grants.steps("howdah", {"producer": [role]}))
+    url = empty_database.replace("://howdah@", f"://{role}@")
+    sentence = (
+        f"version 1 and this Howdah needs {latest_version()}. Run `howdah migrate` as its admin"
+    )
+    with pytest.raises(SchemaOutdated, match=sentence):
+        enqueue_as(url)
+    queue = AsyncJobQueue(url)
+    with pytest.raises(SchemaOutdated, match=sentence):
+        await queue.enqueue("mail")
+    await queue.close()
+
+
+def test_a_schema_in_which_everybody_may_create_is_refused(empty_database: str) -> None:
+    with psycopg.connect(empty_database, autocommit=True) as conn:
+        conn.execute("CREATE SCHEMA howdah")
+        conn.execute("GRANT CREATE ON SCHEMA howdah TO PUBLIC")
+        result = run("migrate", "--database", empty_database)
+        assert result.exit_code == 1
+        assert 'everybody may create objects in schema "howdah"; give Howdah one' in result.stderr
+        assert owners(conn) == {"howdah"}
+        assert len(rights(conn)) == 1
+
+
+def test_the_doctor_sees_who_could_lead_the_functions_astray(secured: Secured) -> None:
+    def access() -> dict[str, Any]:
+        lines = run("doctor", "--json", "--database", secured.url).stdout.splitlines()
+        return next(each for each in map(json.loads, lines) if each["check"] == "access")
+
+    assert access()["level"] == "ok"
+    assert access()["text"] == '"ops" owns it, 3 other role(s) may use it'
+    with secured.connect() as conn:
+        conn.execute("GRANT CREATE ON SCHEMA howdah TO app_web")
+        assert access()["level"] == "problem"
+        conn.execute("REVOKE CREATE ON SCHEMA howdah FROM app_web")
+        conn.execute("ALTER SCHEMA howdah OWNER TO howdah")
+        assert access()["level"] == "warning"

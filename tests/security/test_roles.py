@@ -1,0 +1,398 @@
+"""What each of the four roles can do, and what it cannot, on a real server that asks for passwords."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import asyncpg
+import psycopg
+import pytest
+from secured import ROLES, Secured, run, succeed
+
+from howdah import App, AsyncJobQueue, JobQueue, NewJob, NotPermitted
+from howdah.lines import COLUMNS
+from howdah.operations import COPY_FROM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CONSTANT = {"payload_limit"}  # in a CHECK that the planner reads for whoever reads the table
+ENQUEUEING = {"enqueue_job", "enqueue_jobs", "announce_jobs"}
+LOOKING = {"pending_count", "next_due_at"}
+WORKING = {
+    "claim_job_batch", "enqueue_and_claim", "start_jobs", "extend_jobs", "report_progress", "add_events",
+    "add_late_events", "complete_jobs", "fail_jobs", "release_jobs", "stop_jobs", "watch_jobs",
+    "unwatch_jobs", "register_worker", "touch_worker", "beat_worker", "remove_worker",
+    "recover_stale_jobs", "run_maintenance",
+}  # fmt: skip
+OPERATING = {"cancel_jobs", "retry_jobs", "takeover_jobs", "clear_finished", "remove_jobs"}
+FUNCTIONS = {
+    "producer": ENQUEUEING,
+    "worker": ENQUEUEING | LOOKING | WORKING,
+    "observer": LOOKING,
+}
+TABLES = {
+    "producer": {"migrations": {"SELECT"}, "jobs": {"INSERT"}, "live_jobs": {"INSERT"}},
+    "worker": {
+        "migrations": {"SELECT"}, "jobs": {"INSERT", "SELECT"}, "job_events": {"SELECT"},
+        "live_jobs": {"INSERT"},
+    },
+    "observer": {
+        table: {"SELECT"}
+        for table in (
+            "migrations", "jobs", "job_events", "live_jobs", "finished_jobs", "finished_jobs_default",
+            "lanes", "idempotency_keys", "unsettled", "workers", "watchers", "maintenance", "throughput",
+            "grants",
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_role_may_call_these_functions_and_no_other(secured: Secured, kind: str) -> None:
+    with secured.connect() as conn:
+        callable_ = conn.execute(
+            "SELECT proname FROM pg_proc WHERE pronamespace = 'howdah'::regnamespace "
+            "AND has_function_privilege(%s, oid, 'EXECUTE')",
+            (ROLES[kind],),
+        ).fetchall()
+    assert {name for (name,) in callable_} == FUNCTIONS[kind] | CONSTANT
+
+
+@pytest.mark.parametrize("kind", ["producer", "worker"])
+def test_these_columns_are_what_a_bulk_enqueue_may_fill(secured: Secured, kind: str) -> None:
+    with secured.connect() as conn:
+        found = conn.execute(
+            "SELECT attname FROM pg_attribute WHERE attrelid = 'howdah.live_jobs'::regclass "
+            "AND attnum > 0 AND has_column_privilege(%s, attrelid, attnum, 'INSERT')",
+            (ROLES[kind],),
+        ).fetchall()
+    assert {name for (name,) in found} == set(COLUMNS)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_role_has_these_rights_on_relations_and_no_other(secured: Secured, kind: str) -> None:
+    privileges = ["SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER"]
+    with secured.connect() as conn:
+        found = conn.execute(
+            "SELECT relname, array_agg(p) FROM pg_class, unnest(%s::text[]) AS p "
+            "WHERE relnamespace = 'howdah'::regnamespace AND relkind IN ('r', 'p', 'v', 'S') "
+            "AND (has_table_privilege(%s, oid, p) "
+            "     OR (p IN ('SELECT', 'INSERT', 'UPDATE') AND has_any_column_privilege(%s, oid, p))) "
+            "GROUP BY relname",
+            (privileges, ROLES[kind], ROLES[kind]),
+        ).fetchall()
+        (creates,) = conn.execute(
+            "SELECT has_schema_privilege(%s, 'howdah', 'CREATE')", (ROLES[kind],)
+        ).fetchone() or (None,)
+    assert {name: set(given) for name, given in found} == TABLES[kind]
+    assert creates is False
+
+
+def test_nobody_else_may_do_anything(secured: Secured) -> None:
+    with secured.connect() as conn:
+        conn.execute("CREATE ROLE stranger")
+        try:
+            found = conn.execute(
+                "SELECT proname FROM pg_proc WHERE pronamespace = 'howdah'::regnamespace "
+                "AND has_function_privilege('stranger', oid, 'EXECUTE') "
+                "AND proname <> 'payload_limit' UNION ALL "
+                "SELECT relname FROM pg_class WHERE relnamespace = 'howdah'::regnamespace "
+                "AND relkind IN ('r', 'p', 'v') AND has_any_column_privilege('stranger', oid, 'SELECT')"
+            ).fetchall()
+        finally:
+            conn.execute("DROP ROLE stranger")
+    assert found == []
+
+
+# ── the producer ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def producer(secured: Secured) -> Iterator[JobQueue]:
+    queue = JobQueue(secured.as_kind("producer"))
+    yield queue
+    queue.close()
+
+
+def jobs(secured: Secured) -> list[Any]:
+    with secured.connect() as conn:
+        return conn.execute(
+            "SELECT job_type, queue, data, ordering_key, holds_key FROM howdah.jobs ORDER BY seq"
+        ).fetchall()
+
+
+def test_a_producer_enqueues_one_and_many_and_once(secured: Secured, producer: JobQueue) -> None:
+    producer.enqueue("mail", {"n": 1}, queue="a-new-queue", priority=7, delay=60)
+    first = producer.enqueue("mail", {"n": 2}, idempotency_key="once")
+    again = producer.enqueue("mail", {"n": 3}, idempotency_key="once")
+    producer.enqueue_many([NewJob(job_type="mail", data={"n": n}) for n in range(4, 7)])
+    assert first.is_new
+    assert (again.id, again.is_new) == (first.id, False)
+    assert [job[2]["n"] for job in jobs(secured)] == [1, 2, 4, 5, 6]
+    handles = producer.enqueue_many(NewJob(job_type="bulk", queue="b") for _ in range(COPY_FROM))
+    assert len(jobs(secured)) == 5 + len(handles)
+    with secured.connect() as conn:
+        lanes = conn.execute("SELECT count(*) FROM howdah.lanes WHERE job_type = 'bulk'")
+        assert lanes.fetchone() == (1,)
+
+
+async def test_a_producer_enqueues_from_async_code(secured: Secured) -> None:
+    queue = AsyncJobQueue(secured.as_kind("producer"))
+    await queue.enqueue("mail", {"n": 1})
+    conn = await asyncpg.connect(secured.as_kind("producer"))
+    async with conn.transaction():
+        await queue.enqueue("mail", {"n": 2}, conn=conn, ordering_key="k")
+    await conn.close()
+    await queue.close()
+    assert [job[2]["n"] for job in jobs(secured)] == [1, 2]
+
+
+def test_a_producer_enqueues_in_its_own_transaction_or_not_at_all(
+    secured: Secured, producer: JobQueue
+) -> None:
+    with secured.connect("producer", autocommit=False) as conn:
+        producer.enqueue("mail", {"n": 1}, conn=conn)
+        conn.commit()
+        producer.enqueue("mail", {"n": 2}, conn=conn)
+        conn.rollback()
+    assert [job[2]["n"] for job in jobs(secured)] == [1]
+
+
+def test_a_producer_enqueues_by_inserting_and_by_calling(secured: Secured) -> None:
+    with secured.connect("producer") as conn:
+        conn.execute("INSERT INTO howdah.jobs (job_type, data) VALUES ('mail', '{\"n\": 1}')")
+        conn.execute("SELECT howdah.enqueue_job('mail', '{\"n\": 2}')")
+    assert [job[2]["n"] for job in jobs(secured)] == [1, 2]
+
+
+@pytest.mark.parametrize("way", ["commit", "immediate constraints", "another role commits"])
+def test_a_producers_ordering_keys_are_settled_when_it_commits(secured: Secured, way: str) -> None:
+    # Until PostgreSQL 18 the trigger that does it runs as whoever commits.
+    with secured.connect() as conn:
+        conn.execute(f"GRANT {ROLES['producer']} TO {ROLES['observer']}".encode())
+    kind = "observer" if way == "another role commits" else "producer"
+    with secured.connect(kind, autocommit=False) as conn:
+        if kind == "observer":
+            conn.execute(f"SET ROLE {ROLES['producer']}".encode())
+        for n in (1, 2):
+            conn.execute(
+                "SELECT howdah.enqueue_job('mail', %s, p_ordering_key => 'key')",
+                (json.dumps({"n": n}),),
+            )
+        if way == "immediate constraints":
+            conn.execute("SET CONSTRAINTS ALL IMMEDIATE")
+        if kind == "observer":
+            conn.execute("RESET ROLE")
+        conn.commit()
+    with secured.connect() as conn:
+        conn.execute(f"REVOKE {ROLES['producer']} FROM {ROLES['observer']}".encode())
+    assert [job[4] for job in jobs(secured)] == [True, False]
+
+
+def test_a_producer_wakes_a_worker_that_waits(secured: Secured, producer: JobQueue) -> None:
+    with secured.connect("worker") as worker:
+        worker.execute('LISTEN "howdah:wake"')
+        worker.execute("SELECT howdah.register_worker('w', 'h', 1, '{default}', '{mail}')")
+        producer.enqueue("mail")
+        heard = list(worker.notifies(timeout=20, stop_after=1))
+    assert [json.loads(each.payload)[0][:2] for each in heard] == [["default", "mail"]]
+
+
+def test_a_producer_can_do_nothing_but_enqueue(secured: Secured, producer: JobQueue) -> None:
+    handle = producer.enqueue("mail", {"card": "4111"})
+    before = jobs(secured)
+    refused = [
+        lambda: producer.get(handle),
+        lambda: producer.find(),
+        lambda: producer.counts(),
+        lambda: producer.pending(),
+        lambda: producer.claim(),
+        lambda: producer.cancel(handle),
+        lambda: producer.retry(handle),
+        lambda: producer.clear(),
+        lambda: producer.events(handle),
+        lambda: producer.recover_stale_jobs(),
+    ]
+    for attempt in refused:
+        with pytest.raises(
+            NotPermitted, match=r"does not let this role do that: permission denied"
+        ):
+            attempt()
+    assert jobs(secured) == before
+
+
+HOSTILE = [
+    "SELECT data FROM howdah.jobs",
+    "SELECT id FROM howdah.live_jobs",
+    "SELECT key FROM howdah.idempotency_keys",
+    "INSERT INTO howdah.live_jobs (id, job_type, status, lease_id) "
+    "VALUES (gen_random_uuid(), 'x', 'claimed', gen_random_uuid())",
+    "INSERT INTO howdah.live_jobs (id, job_type, run_at) VALUES (gen_random_uuid(), 'x', '2000-01-01')",
+    "INSERT INTO howdah.live_jobs (id, job_type) VALUES (gen_random_uuid(), 'x') RETURNING id",
+    "INSERT INTO howdah.jobs (job_type) VALUES ('x') RETURNING data",
+    "UPDATE howdah.jobs SET priority = 1",
+    "DELETE FROM howdah.jobs",
+    "DELETE FROM howdah.finished_jobs_default",
+    "TRUNCATE howdah.live_jobs",
+    "UPDATE howdah.maintenance SET due_at = 'infinity'",
+    "INSERT INTO howdah.grants VALUES ('worker', current_user)",
+    "SELECT howdah.complete_jobs('{}', '{}')",
+    "SELECT howdah.finish_jobs('{}', 'completed')",
+    "SELECT howdah.tend_leaves()",
+    "SELECT howdah.settle_key('key')",
+    "SELECT howdah.run_maintenance()",
+    "CREATE TABLE howdah.mine (x int)",
+    "CREATE FUNCTION howdah.add_lane(text, text, int, text) RETURNS void LANGUAGE sql AS ''",
+    "ALTER FUNCTION howdah.enqueue_job RESET ALL",
+    "CREATE TRIGGER t BEFORE INSERT ON howdah.live_jobs EXECUTE FUNCTION howdah.settle_at_commit()",
+    "DROP SCHEMA howdah CASCADE",
+    "LOCK TABLE howdah.live_jobs",
+    "SET ROLE ops",
+]
+
+
+@pytest.mark.parametrize("kind", ["producer", "observer"])
+def test_the_statements_of_an_intruder_are_refused(secured: Secured, kind: str) -> None:
+    with secured.connect(kind, autocommit=False) as conn:
+        for statement in HOSTILE:
+            if kind == "observer" and re.match(r"SELECT .* FROM ", statement):
+                continue  # it may look
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(statement.encode())
+            conn.rollback()
+
+
+def test_names_that_a_producer_plants_are_not_taken_for_ours(secured: Secured) -> None:
+    with secured.connect("producer") as conn:
+        conn.execute("SET search_path = pg_temp, howdah")
+        conn.execute("CREATE TEMP TABLE live_jobs (LIKE pg_class)")
+        conn.execute(
+            "CREATE TEMP TABLE lanes (queue text, job_type text, priority int, twin boolean)"
+        )
+        conn.execute("CREATE TEMP TABLE workers (idle boolean, seen_at timestamptz)")
+        conn.execute(
+            "CREATE FUNCTION pg_temp.lower(text) RETURNS text LANGUAGE sql AS $$ SELECT 'planted' $$"
+        )
+        conn.execute(
+            "CREATE FUNCTION pg_temp.add_lane(text, text, int) RETURNS void LANGUAGE plpgsql "
+            "AS $$ BEGIN RAISE EXCEPTION 'run by %', current_user; END $$"
+        )
+        conn.execute("SELECT howdah.enqueue_job('mail', p_ordering_key => 'k', p_queue => 'new')")
+    with secured.connect() as conn:
+        assert conn.execute("SELECT queue FROM howdah.lanes").fetchall() == [("new",)]
+    assert len(jobs(secured)) == 1
+
+
+# ── the observer ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def filled(secured: Secured) -> Secured:
+    queue = JobQueue(secured.as_kind("worker"), worker_id="w-1")
+    queue.enqueue("charge", {"order": 7}, max_attempts=1)
+    job = queue.claim_one()
+    assert job is not None
+    queue.event(job, "note", {"n": 1})
+    queue.fail(job, "CardError: declined")
+    queue.enqueue("charge", {"order": 8}, ordering_key="k")
+    queue.close()
+    return secured
+
+
+def test_an_observer_can_look_with_every_command(filled: Secured) -> None:
+    there = ("--database", filled.as_kind("observer"))
+    with filled.connect() as conn:
+        before = _all_rows(conn)
+        ids = [str(row[0]) for row in conn.execute("SELECT id FROM howdah.jobs ORDER BY seq")]
+    assert "charge" in succeed("jobs", *there)
+    assert "charge" in succeed("jobs", "--where", "data.order=8", *there)
+    assert "declined" in succeed("show", ids[0], *there)
+    assert "no worker" in succeed("explain", ids[1], *there)
+    assert "charge" in succeed("queues", *there)
+    assert "charge" in succeed("tail", "--no-follow", *there)
+    assert "charge" in succeed("top", "--once", *there)
+    assert "worker" in succeed("workers", *there)
+    assert "declined" in run("wait", ids[0], *there).output
+    assert "declined" in run("watch", ids[0], *there).output
+    doctor = run("doctor", *there).output
+    assert "permission denied" not in doctor
+    assert "this role sees its own alone" in doctor
+    with filled.connect() as conn:
+        assert _all_rows(conn) == before
+
+
+def _all_rows(conn: psycopg.Connection[Any]) -> list[Any]:
+    tables = [*TABLES["observer"]]
+    return [
+        conn.execute(f"SELECT t::text FROM howdah.{t} AS t ORDER BY 1".encode()).fetchall()
+        for t in tables
+    ]
+
+
+def test_an_observer_is_told_what_it_may_not_do(filled: Secured) -> None:
+    with filled.connect() as conn:
+        before = _all_rows(conn)
+        failed, live = (str(r[0]) for r in conn.execute("SELECT id FROM howdah.jobs ORDER BY seq"))
+    for command in (
+        ("retry", failed), ("rm", failed), ("cancel", live), ("recover",), ("clear", "--older-than", "0s"),
+        ("migrate", "--grants", "producer=grafana"),
+    ):  # fmt: skip
+        result = run(*command, "--database", filled.as_kind("observer"))
+        assert result.exit_code == 1, command
+        assert 'role "grafana"' in result.stderr
+        assert re.search(r"permission denied|must be", result.stderr), result.stderr
+    with filled.connect() as conn:
+        assert _all_rows(conn) == before
+
+
+def test_who_may_look_and_enqueue_can_wait_for_a_result(
+    secured: Secured, new_role: Callable[..., str]
+) -> None:
+    shop = new_role("shop", "LOGIN IN ROLE app_web, grafana")
+    app = App(secured.as_role(shop))
+
+    @app.task
+    def double(x: int) -> int:
+        return 2 * x
+
+    handle = double.enqueue(21)
+    worker = JobQueue(secured.as_kind("worker"))
+    job = worker.claim_one()
+    assert job is not None
+    worker.complete(job, 42)
+    worker.close()
+    assert handle.result(timeout=30) == 42
+    app.close()
+
+
+# ── the administrator ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_administrator_can_do_everything(filled: Secured) -> None:
+    there = ("--database", filled.as_kind("administrator"))
+    with filled.connect() as conn:
+        failed, live = (str(r[0]) for r in conn.execute("SELECT id FROM howdah.jobs ORDER BY seq"))
+    assert "up to date" in succeed("migrate", *there)
+    succeed("retry", failed, *there)
+    succeed("cancel", live, *there)
+    succeed("cancel", failed, *there)
+    succeed("rm", live, *there)
+    succeed("recover", *there)
+    succeed("clear", "--older-than", "0s", *there)
+    queue = JobQueue(filled.as_kind("administrator"))
+    queue.enqueue("mail")
+    assert [job.job_type for job in queue.claim()] == ["mail"]
+    queue.close()
+
+
+def test_a_right_can_be_given_by_hand_and_stays(secured: Secured, producer: JobQueue) -> None:
+    with secured.connect("administrator") as conn:
+        conn.execute("GRANT EXECUTE ON FUNCTION howdah.cancel_jobs TO app_web")
+    succeed("migrate", "--grants", "--database", secured.as_kind("administrator"))
+    handle = producer.enqueue("mail")
+    producer.cancel(handle)
+    assert producer.enqueue("mail", idempotency_key=str(uuid4())).is_new
