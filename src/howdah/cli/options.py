@@ -21,15 +21,18 @@ Command = Any  # click gives a function or a Command, depending on the order of 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
+database_option = click.option(
+    "--database",
+    metavar="URL",
+    help="A PostgreSQL URL, or embedded:  [default: HOWDAH_DATABASE_URL, DATABASE_URL, "
+    "or the embedded server of this directory]",
+)
+
+
 def database_options(command: Command) -> Command:
     """`--database` and `--schema`, for every command that talks to the queue."""
     options: list[Callable[[Command], Command]] = [
-        click.option(
-            "--database",
-            metavar="URL",
-            help="A PostgreSQL URL, or embedded:  [default: HOWDAH_DATABASE_URL, DATABASE_URL, "
-            "or the embedded server of this directory]",
-        ),
+        database_option,
         click.option(
             "--schema",
             metavar="NAME",
@@ -66,4 +69,11 @@ def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
     return DatabaseUnreachable(host, database, lines[0].rstrip("."))
 
 
-__all__ = ["connect", "database_options", "json_option", "resolve_url", "unreachable"]
+__all__ = [
+    "connect",
+    "database_option",
+    "database_options",
+    "json_option",
+    "resolve_url",
+    "unreachable",
+]
