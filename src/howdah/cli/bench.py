@@ -95,7 +95,7 @@ def _screen(output: Output, place: str, schema: str) -> Iterator[Callable[[Progr
 
 def _frame(output: Output, place: str, schema: str, steps: dict[str, Progress]) -> Iterator[Text]:
     yield _cut(output, Text.assemble("Measuring ", (clean(place), "bold")))
-    yield _cut(output, Text(f"in schema {schema}, which is removed at the end", "dim"))
+    yield _cut(output, Text(f"in schema {schema}, removed at the end", "dim"))
     for name in STEPS:
         progress = steps.get(name)
         state = "pending" if progress is None else "ok" if progress.share >= 1 else "running"
