@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from bench.workloads import Stage
 
 def main() -> int:
     options = _options()
+    # Servers are stopped and their data removed however a run ends.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     HOME.mkdir(exist_ok=True)
     quick = HOME / "quick.json"
     if options.quick:

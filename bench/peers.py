@@ -75,24 +75,53 @@ class Peer:
         _run([_require("npm"), "install", *options, *self.requirements])
 
 
-ALL_KINDS = frozenset(
-    "drain-thread drain-io drain-process pickup-commit pickup-loaded enqueue-16p "
-    "enqueue-transaction steady payload progress".split()
+ON_POSTGRES = frozenset(
+    "drain-io pickup-commit pickup-loaded enqueue-16p enqueue-transaction".split()
 )
+ON_REDIS = frozenset({"drain-io", "pickup-loaded", "enqueue-16p"})
+EVERYTHING = ON_POSTGRES | frozenset("drain-thread drain-process steady progress".split())
+UVLOOP = "uvloop==0.23.0"
+PSYCOPG = "psycopg[binary]==3.3.8"
 PEERS = [
-    Peer("howdah", "Howdah", "postgres", drain=60_000, takes=ALL_KINDS),
+    Peer("howdah", "Howdah", "postgres", drain=60_000, takes=EVERYTHING),
     Peer("bare", "bare asyncpg loop", "postgres", is_ceiling=True, drain=60_000),
-    Peer("pipelined", "the same, pipelined", "postgres", is_ceiling=True, drain=60_000),
+    Peer("pipelined", "bare loop, pipelined", "postgres", is_ceiling=True, drain=60_000),
     Peer(
         "pgqueuer",
         "PgQueuer",
         "postgres",
-        ("pgqueuer[asyncpg]==1.6.0", "uvloop==0.23.0"),
+        ("pgqueuer[asyncpg]==1.6.0", UVLOOP),
         drain=30_000,
-        takes=frozenset(
-            {"drain-io", "pickup-commit", "pickup-loaded", "enqueue-16p", "enqueue-transaction", "steady"}
-        ),
+        takes=ON_POSTGRES | {"steady"},
     ),
+    Peer(
+        "graphile",
+        "Graphile Worker",
+        "postgres",
+        ("graphile-worker@0.18.0", "pg@8"),
+        is_node=True,
+        drain=60_000,
+        takes=ON_POSTGRES | {"steady"},
+    ),
+    Peer(
+        "oban",
+        "oban-py",
+        "postgres",
+        ("oban==0.7.0", PSYCOPG, UVLOOP),
+        python=(3, 12),
+        drain=8_000,
+        takes=ON_POSTGRES,
+    ),
+    Peer(
+        "procrastinate",
+        "procrastinate",
+        "postgres",
+        ("procrastinate==3.10.0", PSYCOPG, UVLOOP),
+        drain=2_000,
+        takes=ON_POSTGRES,
+    ),
+    Peer("saq", "SAQ", "redis", ("saq[redis,hiredis]==0.26.4", "typing-extensions", UVLOOP), drain=6_000, takes=ON_REDIS),
+    Peer("celery", "Celery", "redis", ("celery[redis]==5.7.0",), drain=4_000, takes=ON_REDIS),
 ]
 
 

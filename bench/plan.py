@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench import workloads
+from bench import pgbench, workloads
 from bench.launch import AdapterError
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ class Workload:
     optional: bool = False
     """Only for peers that say they take part."""
     ceilings: bool = False
+    only_howdah: bool = False
     quick: bool = False
+    rounds: int | None = None
+    """If not as many as the others."""
 
 
 def _drain(run: Run, peer: Peer) -> Outcome:
@@ -58,33 +61,86 @@ def _drain(run: Run, peer: Peer) -> Outcome:
     return outcome
 
 
+def _drain_as(handler: str, share: float) -> Callable[[Run, Peer], Outcome]:
+    def measure(run: Run, peer: Peer) -> Outcome:
+        jobs = run.jobs(int(peer.drain * share))
+        return {f"drain-{handler}": workloads.drain(run.stage, peer, jobs, handler)["drain"]}
+
+    return measure
+
+
+def _payload(size: int) -> Callable[[Run, Peer], Outcome]:
+    def measure(run: Run, peer: Peer) -> Outcome:
+        told = workloads.drain(run.stage, peer, run.jobs(peer.drain // 3), payload=size)
+        fill = {"enqueue_" + name: value for name, value in told["fill"].items()}
+        return {f"payload-{size}": told["drain"] | fill}
+
+    return measure
+
+
 def _pickup_idle(run: Run, peer: Peer) -> Outcome:
-    return {"pickup-idle": workloads.pickup(run.stage, peer, run.jobs(2000))}
+    return {"pickup-idle": workloads.pickup(run.stage, peer, run.jobs(SAMPLES))}
 
 
 def _pickup_commit(run: Run, peer: Peer) -> Outcome:
-    figures = workloads.pickup(run.stage, peer, run.jobs(2000), how="transaction")
+    figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), how="transaction")
     return {"pickup-commit": figures}
 
 
-def _enqueue_1(run: Run, peer: Peer) -> Outcome:
-    run.stage.prepare(peer)
-    figures = workloads.enqueue(run.stage, peer, run.jobs(peer.single), "single", callers=1)
-    return {"enqueue-1": figures}
+def _pickup_loaded(run: Run, peer: Peer) -> Outcome:
+    """Half of what this peer was seen to drain in this run."""
+    drained = run.results.summary("drain-async", peer.name, "jobs_per_second")
+    if drained is None:
+        raise AdapterError("no figure of a drain to take half of")
+    load = drained.median / 2
+    figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), load=load)
+    return {"pickup-loaded": figures | {"load_jobs_per_second": load}}
 
 
-def _enqueue_64(run: Run, peer: Peer) -> Outcome:
-    run.stage.prepare(peer)
-    jobs = run.jobs(peer.single * 4)
-    return {"enqueue-64": workloads.enqueue(run.stage, peer, jobs, "single", callers=64)}
+def _enqueue(name: str, factor: float, how: str, **options: int) -> Workload:
+    def measure(run: Run, peer: Peer) -> Outcome:
+        run.stage.prepare(peer)
+        jobs = run.jobs(int(peer.single * factor))
+        return {name: workloads.enqueue(run.stage, peer, jobs, how, **options)}
+
+    return Workload(name, measure, optional=name in OPTIONAL, quick=name not in OPTIONAL)
 
 
+def _steady(run: Run, peer: Peer) -> Outcome:
+    return {"steady": workloads.steady(run.stage, peer, run.steady)}
+
+
+def _progress(run: Run, peer: Peer) -> Outcome:
+    jobs = run.jobs(1000)
+    figures = workloads.drain(run.stage, peer, jobs, "progress")["drain"]
+    reports = figures.pop("jobs_per_second") * workloads.REPORTS
+    return {"progress": figures | {"reports_per_second": reports}}
+
+
+def _pgbench(run: Run, peer: Peer) -> Outcome:
+    """A ceiling, with Howdah's tables and statements and without its client."""
+    figures = pgbench.drain(run.stage, peer, run.jobs(peer.drain))
+    return {"drain-pgbench": figures} if figures else {}
+
+
+SAMPLES = 2000
+OPTIONAL = {"enqueue-transaction", "enqueue-16p"}
 WORKLOADS = [
     Workload("drain-async", _drain, ceilings=True, quick=True),
+    Workload("drain-pgbench", _pgbench, only_howdah=True, quick=True),
     Workload("pickup-idle", _pickup_idle, quick=True),
     Workload("pickup-commit", _pickup_commit, optional=True, quick=True),
-    Workload("enqueue-1", _enqueue_1, quick=True),
-    Workload("enqueue-64", _enqueue_64, quick=True),
+    _enqueue("enqueue-1", 1, "single", callers=1),
+    _enqueue("enqueue-64", 4, "single", callers=64),
+    _enqueue("enqueue-16p", 4, "single", callers=1, processes=16),
+    _enqueue("enqueue-transaction", 1, "transaction", callers=1),
+    Workload("drain-io", _drain_as("io", 0.5), optional=True),
+    Workload("drain-thread", _drain_as("thread", 0.5), optional=True),
+    Workload("drain-process", _drain_as("process", 0.1), optional=True),
+    Workload("pickup-loaded", _pickup_loaded, optional=True),
+    Workload("steady", _steady, optional=True, rounds=1),
+    *(Workload(f"payload-{size}", _payload(size), only_howdah=True) for size in (100, 1000, 5000)),
+    Workload("progress", _progress, optional=True),
 ]
 
 
@@ -98,13 +154,15 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
             continue
         results.forget(workload.name)
         taking_part = [peer for peer in peers if _takes_part(peer, workload)]
-        for number in range(1, options.rounds + 1):
+        for number in range(1, (workload.rounds or options.rounds) + 1):
             for peer in list(taking_part):
                 if not _measure(run, workload, peer, number):
                     taking_part.remove(peer)
 
 
 def _takes_part(peer: Peer, workload: Workload) -> bool:
+    if workload.only_howdah:
+        return peer.name == "howdah"
     if peer.is_ceiling:
         return workload.ceilings
     return not workload.optional or workload.name in peer.takes

@@ -205,3 +205,58 @@ def pickup(
             for share, label in ((0.5, "p50"), (0.99, "p99"), (0.999, "p999")):
                 figures[f"{short}_{label}_ms"] = percentile(waits, share)
     return figures
+
+
+REPORTS = 100  # of progress, in each job that reports any
+BACKLOG = 5000
+
+
+def steady(stage: Stage, peer: Peer, seconds: float) -> Figures:
+    """Enqueue and drain at once for so long, about `BACKLOG` jobs waiting, and what a job costs."""
+    stage.prepare(peer)
+    most = int(seconds * 40_000)
+    with contextlib.ExitStack() as stack:
+        path, ledger = stack.enter_context(stage.ledger(most + SPARE))
+        shared = {"ledger": str(path), "handler": "async"}
+        worker = stack.enter_context(stage.launch(peer, "work", jobs=most, **shared))
+        worker.expect("ready")
+        options = {"backlog": BACKLOG, "batch": 200}
+        stream = stack.enter_context(
+            stage.launch(peer, "stream", first=0, jobs=most, **options, **shared)
+        )
+        stream.expect("ready")
+        server = stage.server_pid(peer)
+
+        def state() -> tuple[float, ...]:
+            wal = stage.postgres.wal_position()
+            times = (cpu_seconds(server), worker.cpu_seconds(), stream.cpu_seconds())
+            return (time.monotonic(), ledger.executed, wal, *times)
+
+        stream.go()
+        time.sleep(min(5.0, seconds / 4))  # it takes a while to become steady
+        before = state()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            worker.check()
+            stage.show(f"{end - time.monotonic():.0f} s to go, {ledger.executed:,} jobs")
+            time.sleep(0.2)
+        passed, jobs, wal, served, worked, sent = (
+            now - then for now, then in zip(state(), before, strict=True)
+        )
+        stream.stop()
+        told = stream.expect("done")
+        stage.wait(worker, ledger, told["sent"])
+        more = 0
+        if peer.name == "howdah":
+            more = check_howdah(stage.postgres, "bench_howdah", "async", told["sent"])
+        worker.stop()
+        ledger.check(told["sent"] + more)
+    return {
+        "jobs_per_second": jobs / passed,
+        "server_cpu_us": served * 1e6 / jobs,
+        "worker_cpu_us": worked * 1e6 / jobs,
+        "producer_cpu_us": sent * 1e6 / jobs,
+        "wal_bytes_per_job": wal / jobs,
+        "jobs": float(told["sent"]),
+        **{name: float(size) for name, size in stage.postgres.sizes(f"bench_{peer.name}").items()},
+    }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
 BATCH = 1000  # of a bulk enqueue
+STALLED = 40 * 10**9  # nanoseconds; longer than the polling intervals of all peers
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,21 @@ class Life:
     async def until_go(self) -> None:
         await self._went.wait()
 
+    async def lived_through(self, worker: asyncio.Task[Any]) -> None:
+        """Say that a worker is ready, and wait until it is to stop. If it breaks, so does this."""
+        self.ready()
+        stopping = asyncio.create_task(self.stopped.wait())
+        await asyncio.wait([worker, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            worker.result()
+            raise RuntimeError("the worker ended by itself")
+
     def _listen(self) -> None:
         for line in sys.stdin:
             event = self._went if json.loads(line)["verb"] == "go" else self.stopped
             self._loop.call_soon_threadsafe(event.set)
-        # Whoever started us is gone.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.stopped.set)
+        if not self.stopped.is_set():
+            os._exit(1)  # whoever started us is gone
 
 
 _out = sys.stdout
@@ -200,6 +209,8 @@ async def _sample(peer: Peer, request: dict[str, Any], life: Life) -> dict[str, 
         else:
             await peer.enqueue(call)
         while not ledger.starts[call.number]:  # the next one finds a worker that waits
+            if time.monotonic_ns() - called[-1] > STALLED:
+                raise TimeoutError(f"job {call.number} was not started")
             await asyncio.sleep(0.001)
     return {"called": called, "committed": committed}
 

@@ -68,9 +68,7 @@ class Howdah(driver.Peer):
         worker = Worker(self.app, concurrency=100) if self.handler == "io" else Worker(self.app)
         running = asyncio.create_task(worker.run())
         await worker.ready.wait()
-        life.ready()
-        stopping = asyncio.create_task(life.stopped.wait())
-        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await life.lived_through(running)
         worker.stop()
         await running
 

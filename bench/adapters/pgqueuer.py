@@ -70,7 +70,7 @@ class PgQueuer(driver.Peer):
 
     async def work(self, ledger: Ledger, life: Life) -> None:
         connection = await asyncpg.connect(self.database)
-        manager = QueueManager(AsyncpgDriver(connection))
+        manager = QueueManager(Queries(AsyncpgDriver(connection)))
 
         @manager.entrypoint("job")
         async def handle(job: Job) -> None:
@@ -81,9 +81,7 @@ class PgQueuer(driver.Peer):
         running = asyncio.create_task(
             manager.run(dequeue_timeout=timedelta(seconds=30), batch_size=BATCH_SIZE)
         )
-        life.ready()
-        stopping = asyncio.create_task(life.stopped.wait())
-        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await life.lived_through(running)
         manager.shutdown.set()
         await running
         await connection.close()
