@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 PAD = "x" * 76
 # Ids are those of PostgreSQL 18, which is what the benchmarks bring along.
+ARRIVED = 10_000  # a second: a backlog has built up over minutes, not in a moment
 KEYS = 1000  # the blocked wait behind so many jobs that are not due
 LEASE = timedelta(minutes=10)
 BURN = 1000
 
 PENDING = """
-    INSERT INTO howdah.live_jobs (id, job_type, data)
+    INSERT INTO howdah.live_jobs (id, job_type, run_at, created_at, data)
     SELECT uuidv7(), $1::text || CASE WHEN $4 > 1 THEN (n % $4)::text ELSE '' END,
+           now() - ($3 - n) * $6::interval, now() - ($3 - n) * $6::interval,
            jsonb_build_object('number', n, 'pad', $5::text)
     FROM generate_series($2::bigint, $3::bigint - 1) AS n"""
 SCHEDULED = """
@@ -105,11 +107,15 @@ class Filler:
 
         asyncio.run(fill())
 
-    def pending(self, job_type: str, first: int, end: int, types: int = 1) -> None:
-        """Jobs number `first` to `end`, due now; of several types in turn, if so many are wanted."""
+    def pending(
+        self, job_type: str, first: int, end: int, types: int = 1, rate: int | None = ARRIVED
+    ) -> None:
+        """Jobs number `first` to `end`, of several types in turn if so many are wanted. They came at so
+        many a second, the last of them just now; or, without a rate, all at once."""
         self.run(LANES, job_type, types)
+        pause = timedelta(seconds=1 / rate if rate else 0)
         if end > first:
-            self.run(PENDING, job_type, first, end, types, PAD)
+            self.run(PENDING, job_type, first, end, types, PAD, pause)
 
     def scheduled(self, job_type: str, jobs: int) -> None:
         """Jobs for tomorrow, in the same lane."""
@@ -262,7 +268,8 @@ def dead_entries(postgres: Postgres, peer: str, database: str) -> int:
     queue = howdah if peer == "howdah" else PEERS[peer]
     postgres.query("CREATE EXTENSION IF NOT EXISTS pgstattuple", database=database)
     entries = postgres.value(
-        f"SELECT tuple_count + dead_tuple_count FROM pgstattuple('{queue['index']}')",
+        "SELECT tuple_count + dead_tuple_count FROM pgstattuple($1::text::regclass)",
+        queue["index"],
         database=database,
     )
     return int(entries) - int(postgres.value(queue["live"], database=database))

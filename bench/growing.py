@@ -81,8 +81,9 @@ async def _pages(connection: asyncpg.Connection, job_types: list[str]) -> float:
     try:
         told = await connection.fetchval(
             "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT * FROM howdah.claim_job_batch("
-            f"'growth', $1::text[], {BATCH}, '30 s')",
+            "'growth', $1::text[], $2::int, '30 s')",
             job_types,
+            BATCH,
         )
     finally:
         await transaction.rollback()

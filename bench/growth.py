@@ -135,7 +135,7 @@ class Growth:
     def _hold(self, peer: Peer, name: str) -> None:
         postgres, database = self.stage.postgres, f"growth_held_{name}"
         jobs = self.scaled(JOBS)
-        total = self.scaled(DEAD[-1]) + 4 * len(DEAD) * self.rounds * jobs
+        total = self.scaled(DEAD[-1]) + 2 * len(DEAD) * self.rounds * jobs
         postgres.recreate(database, f"empty_{peer.name}")
         filler = Filler(postgres, database)
         if peer is HOWDAH:
@@ -206,7 +206,8 @@ class Growth:
             database=state.database,
         )
         end = state.made + state.pending - there
-        filler.pending(state.job_type, state.made, end, state.types)
+        # Due from now on: what is claimed already may have moved the head of the lane up to here.
+        filler.pending(state.job_type, state.made, end, state.types, rate=None)
         state.made = max(state.made, end)
 
     def _take_turns(self, states: list[State]) -> None:
