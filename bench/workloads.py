@@ -181,7 +181,7 @@ def pickup(
         stream = None
         if load:
             first = warm_up + samples
-            options = {"rate": load, "batch": max(1, int(load / 100))}
+            options: dict[str, Any] = {"rate": load, "batch": max(1, int(load / 100))}
             stream = stack.enter_context(
                 stage.launch(peer, "stream", first=first, jobs=others, **options, **shared)
             )
@@ -220,7 +220,7 @@ def steady(stage: Stage, peer: Peer, seconds: float) -> Figures:
         shared = {"ledger": str(path), "handler": "async"}
         worker = stack.enter_context(stage.launch(peer, "work", jobs=most, **shared))
         worker.expect("ready")
-        options = {"backlog": BACKLOG, "batch": 200}
+        options: dict[str, Any] = {"backlog": BACKLOG, "batch": 200}
         stream = stack.enter_context(
             stage.launch(peer, "stream", first=0, jobs=most, **options, **shared)
         )
