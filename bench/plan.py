@@ -219,6 +219,8 @@ HEADLINES = (
     ("drain-async", "client_cpu_us"),
     ("drain-async", "server_cpu_us"),
     ("enqueue-bulk", "jobs_per_second"),
+    ("enqueue-bulk", "client_cpu_us"),
+    ("enqueue-bulk", "server_cpu_us"),
     ("enqueue-1", "jobs_per_second"),
     ("enqueue-64", "jobs_per_second"),
     ("pickup-idle", "call_p50_ms"),

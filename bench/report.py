@@ -87,14 +87,14 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...], str]] = {
     "enqueue-bulk": (
         "Enqueueing in bulk",
         "Batches of 1,000 where the peer has a bulk call, else as it is best done.",
-        (JOBS, WAL),
+        (JOBS, *CPU, WAL),
         "jobs_per_second",
     ),
-    "enqueue-1": ("Single enqueues, one caller", "One after the other.", (JOBS, WAL), ""),
+    "enqueue-1": ("Single enqueues, one caller", "One after the other.", (JOBS, *CPU, WAL), ""),
     "enqueue-64": (
         "Single enqueues, 64 callers at once",
         "In one process; each waits until its own job is durable.",
-        (JOBS, WAL),
+        (JOBS, *CPU, WAL),
         "jobs_per_second",
     ),
     "enqueue-16p": ("Single enqueues, 16 processes", "One caller in each.", (JOBS, WAL), ""),

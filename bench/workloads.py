@@ -116,12 +116,18 @@ def enqueue(
         ]
         for producer in producers:
             producer.expect("ready")
-        before = stage.postgres.wal_position()
+        server = stage.server_pid(peer)
+        before, served = stage.postgres.wal_position(), cpu_seconds(server)
         for producer in producers:
             producer.go()
         told = [producer.expect("done", 300) for producer in producers]
     taken = max(t["ended"] for t in told) - min(t["started"] for t in told)
-    figures = {"jobs_per_second": share * processes * 1e9 / taken}
+    jobs = share * processes
+    figures = {
+        "jobs_per_second": jobs * 1e9 / taken,
+        "client_cpu_us": sum(t["cpu"] for t in told) * 1e6 / jobs,
+        "server_cpu_us": (cpu_seconds(server) - served) * 1e6 / jobs,
+    }
     if peer.service == "postgres":
         figures["wal_bytes_per_job"] = (stage.postgres.wal_position() - before) / jobs
     return figures

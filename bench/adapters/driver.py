@@ -183,14 +183,15 @@ async def _enqueue(peer: Peer, request: dict[str, Any], life: Life) -> dict[str,
     calls = _calls(request, request["first"], request["jobs"])
     life.ready()
     await life.until_go()
-    started = time.monotonic_ns()
+    cpu, started = time.process_time(), time.monotonic_ns()
     if request["how"] == "bulk":
         for at in range(0, len(calls), peer.batch):
             await peer.enqueue_many(calls[at : at + peer.batch])
     else:
         in_transaction = request["how"] == "transaction"
         await peer.enqueue_from(request.get("callers", 1), calls, in_transaction)
-    return {"started": started, "ended": time.monotonic_ns()}
+    ended = time.monotonic_ns()
+    return {"started": started, "ended": ended, "cpu": time.process_time() - cpu}
 
 
 async def _sample(peer: Peer, request: dict[str, Any], life: Life) -> dict[str, Any]:

@@ -90,6 +90,7 @@ async function enqueue(request) {
   await utils.addJobs([]).catch(() => {});
   tell("ready");
   await heard.go;
+  const cpu = process.cpuUsage();
   const started = now();
   const end = request.first + request.jobs;
   if (request.how === "bulk") {
@@ -107,7 +108,9 @@ async function enqueue(request) {
     };
     await Promise.all(Array.from({ length: request.callers ?? 1 }, caller));
   }
-  tell("done", { started: Number(started), ended: Number(now()) });
+  const ended = now();
+  const used = process.cpuUsage(cpu);
+  tell("done", { started: Number(started), ended: Number(ended), cpu: (used.user + used.system) / 1e6 });
   await utils.release();
   await pgPool.end();
 }
