@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench import peers, plan
+from bench import peers, plan, report
 from bench.launch import HOME, AdapterError
 from bench.machine import describe
 from bench.results import RESULTS, Results
@@ -27,7 +27,13 @@ def main() -> int:
         quick.unlink(missing_ok=True)
     results = Results(quick if options.quick else options.results)
     started = time.monotonic()
-    names = options.peers.split(",") if options.peers else list(plan.QUICK_PEERS) if options.quick else None
+    names = (
+        options.peers.split(",")
+        if options.peers
+        else list(plan.QUICK_PEERS)
+        if options.quick
+        else None
+    )
     taking_part, skipped, versions = _install(peers.find(names))
     for name, why in skipped.items():
         print(f"{name} is skipped: {why}")
@@ -49,6 +55,8 @@ def main() -> int:
         plan.run(stage, taking_part, results, options)
     results.describe(minutes=round((time.monotonic() - started) / 60, 1))
     results.save()
+    if options.results == RESULTS and not options.quick:
+        report.write(results)
     print(plan.overview(results))
     return 0
 
@@ -69,7 +77,9 @@ def _install(wanted: list[peers.Peer]) -> tuple[list[peers.Peer], dict[str, str]
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="Howdah, PgQueuer and the ceilings, small")
+    parser.add_argument(
+        "--quick", action="store_true", help="Howdah, PgQueuer and the ceilings, small"
+    )
     parser.add_argument("--peers", help="names, separated by commas")
     parser.add_argument("--only", help="workloads whose names begin so, separated by commas")
     parser.add_argument("--rounds", type=int, default=3)

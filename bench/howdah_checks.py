@@ -50,7 +50,9 @@ def _wait_for_history(postgres: Postgres, database: str, jobs: int) -> None:
         if completed == jobs and others == 0:
             return
         if time.monotonic() > end:
-            raise AssertionError(f"of {jobs:,} jobs {completed:,} are in history; {others:,} others")
+            raise AssertionError(
+                f"of {jobs:,} jobs {completed:,} are in history; {others:,} others"
+            )
         time.sleep(0.05)
 
 
@@ -60,7 +62,10 @@ def _probe_durability(postgres: Postgres, database: str, job_type: str, first: i
         postgres.query(statement, database=database)
     with contextlib.closing(JobQueue(postgres.url(database))) as queue:
         queue.enqueue_many(
-            [{"job_type": job_type, "data": {"number": first + n, "pad": ""}} for n in range(PROBES)]
+            [
+                {"job_type": job_type, "data": {"number": first + n, "pad": ""}}
+                for n in range(PROBES)
+            ]
         )
     _wait_for_history(postgres, database, first + PROBES)
     rows = postgres.query(

@@ -76,16 +76,17 @@ class Peer:
 
 
 ON_POSTGRES = frozenset(
-    "drain-io pickup-commit pickup-loaded enqueue-16p enqueue-transaction".split()
+    ["drain-io", "pickup-commit", "pickup-loaded", "enqueue-16p", "enqueue-transaction"]
 )
 ON_REDIS = frozenset({"drain-io", "pickup-loaded", "enqueue-16p"})
-EVERYTHING = ON_POSTGRES | frozenset("drain-thread drain-process steady progress".split())
+EVERYTHING = ON_POSTGRES | frozenset(["drain-thread", "drain-process", "steady", "progress"])
 UVLOOP = "uvloop==0.23.0"
 PSYCOPG = "psycopg[binary]==3.3.8"
 PEERS = [
     Peer("howdah", "Howdah", "postgres", drain=60_000, takes=EVERYTHING),
     Peer("bare", "bare asyncpg loop", "postgres", is_ceiling=True, drain=60_000),
     Peer("pipelined", "bare loop, pipelined", "postgres", is_ceiling=True, drain=60_000),
+    Peer("pgbench", "pgbench, same statements", "postgres", is_ceiling=True, drain=60_000),
     Peer(
         "pgqueuer",
         "PgQueuer",
@@ -120,7 +121,14 @@ PEERS = [
         drain=2_000,
         takes=ON_POSTGRES,
     ),
-    Peer("saq", "SAQ", "redis", ("saq[redis,hiredis]==0.26.4", "typing-extensions", UVLOOP), drain=6_000, takes=ON_REDIS),
+    Peer(
+        "saq",
+        "SAQ",
+        "redis",
+        ("saq[redis,hiredis]==0.26.4", "typing-extensions", UVLOOP),
+        drain=6_000,
+        takes=ON_REDIS,
+    ),
     Peer("celery", "Celery", "redis", ("celery[redis]==5.7.0",), drain=4_000, takes=ON_REDIS),
 ]
 
@@ -140,9 +148,14 @@ def _python(oldest: tuple[int, int]) -> str:
         return sys.executable
     for minor in range(20, oldest[1] - 1, -1):
         name = f"python3.{minor}"
-        found = [shutil.which(name), *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}"))]
+        found = [
+            shutil.which(name),
+            *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")),
+        ]
         for path in filter(None, found):
-            said = subprocess.run([str(path), "-c", "import venv"], capture_output=True, check=False)
+            said = subprocess.run(
+                [str(path), "-c", "import venv"], capture_output=True, check=False
+            )
             if said.returncode == 0:
                 return str(path)
     raise NotInstalled(f"it needs Python {oldest[0]}.{oldest[1]} or newer, and there is none")

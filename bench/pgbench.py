@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from howdah.worker_statements import WorkerStatements
-
 from bench import workloads
 from bench.launch import AdapterError
+from howdah.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
     from bench.peers import Peer
@@ -43,11 +42,11 @@ def _fill(text: str, values: list[str]) -> str:
     return re.sub(r"\$(\d)", lambda match: values[int(match[1]) - 1], text)
 
 
-def drain(stage: Stage, peer: Peer, jobs: int) -> Figures | None:
-    """Fill Howdah's tables, and let pgbench empty them; nothing where there is no pgbench."""
+def drain(stage: Stage, peer: Peer, jobs: int) -> Figures:
+    """Fill Howdah's tables, and let pgbench empty them."""
     program = stage.postgres.program("pgbench")
     if program is None:
-        return None
+        raise AdapterError("pgbench is not installed")
     stage.prepare(peer)
     workloads.enqueue(stage, peer, jobs, handler="async")
     stage.settle(peer)
@@ -55,8 +54,14 @@ def drain(stage: Stage, peer: Peer, jobs: int) -> Figures | None:
         file.write(script())
         file.flush()
         turns = -(-jobs // BATCH)
-        environment = {**os.environ, **stage.postgres.environment, "PGDATABASE": "bench_howdah"}
-        command = [program, "--no-vacuum", "--protocol=prepared", "--client=1", f"--transactions={turns}"]
+        environment = {**os.environ, **stage.postgres.environment, "PGDATABASE": "bench_pgbench"}
+        command = [
+            program,
+            "--no-vacuum",
+            "--protocol=prepared",
+            "--client=1",
+            f"--transactions={turns}",
+        ]
         started = time.monotonic()
         done = subprocess.run(
             [*command, f"--file={Path(file.name)}"],
@@ -64,7 +69,7 @@ def drain(stage: Stage, peer: Peer, jobs: int) -> Figures | None:
         )  # fmt: skip
         taken = time.monotonic() - started
     completed = stage.postgres.value(
-        "SELECT count(*) FROM howdah.jobs WHERE status = 'completed'", database="bench_howdah"
+        "SELECT count(*) FROM howdah.jobs WHERE status = 'completed'", database="bench_pgbench"
     )
     if done.returncode != 0 or completed != jobs:
         raise AdapterError(f"pgbench completed {completed:,} of {jobs:,}: {done.stderr[-400:]}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bench.results import Results
     from bench.workloads import Figures, Stage
 
-QUICK_PEERS = ("howdah", "pgqueuer", "bare", "pipelined")
+QUICK_PEERS = ("howdah", "pgqueuer", "bare", "pipelined", "pgbench")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,15 @@ class Workload:
     ceilings: bool = False
     only_howdah: bool = False
     quick: bool = False
+    also: tuple[str, ...] = ()
+    """What else it records."""
     rounds: int | None = None
     """If not as many as the others."""
 
 
 def _drain(run: Run, peer: Peer) -> Outcome:
+    if peer.name == "pgbench":
+        return {"drain-async": pgbench.drain(run.stage, peer, run.jobs(peer.drain))}
     told = workloads.drain(run.stage, peer, run.jobs(peer.drain))
     outcome = {"drain-async": told["drain"]}
     if not peer.is_ceiling:
@@ -117,17 +121,10 @@ def _progress(run: Run, peer: Peer) -> Outcome:
     return {"progress": figures | {"reports_per_second": reports}}
 
 
-def _pgbench(run: Run, peer: Peer) -> Outcome:
-    """A ceiling, with Howdah's tables and statements and without its client."""
-    figures = pgbench.drain(run.stage, peer, run.jobs(peer.drain))
-    return {"drain-pgbench": figures} if figures else {}
-
-
 SAMPLES = 2000
 OPTIONAL = {"enqueue-transaction", "enqueue-16p"}
 WORKLOADS = [
-    Workload("drain-async", _drain, ceilings=True, quick=True),
-    Workload("drain-pgbench", _pgbench, only_howdah=True, quick=True),
+    Workload("drain-async", _drain, ceilings=True, quick=True, also=("enqueue-bulk",)),
     Workload("pickup-idle", _pickup_idle, quick=True),
     Workload("pickup-commit", _pickup_commit, optional=True, quick=True),
     _enqueue("enqueue-1", 1, "single", callers=1),
@@ -152,7 +149,8 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
     for workload in WORKLOADS:
         if not workload.name.startswith(chosen) or (options.quick and not workload.quick):
             continue
-        results.forget(workload.name)
+        for name in (workload.name, *workload.also):
+            results.forget(name)
         taking_part = [peer for peer in peers if _takes_part(peer, workload)]
         for number in range(1, (workload.rounds or options.rounds) + 1):
             for peer in list(taking_part):
@@ -203,7 +201,7 @@ def _line(text: str) -> None:
 def overview(results: Results) -> str:
     """The ratios, for the terminal."""
     lines = ["", "Medians, and Howdah's figure over each peer's in the same round:"]
-    for workload, figure in HEADLINES.items():
+    for workload, figure in HEADLINES:
         for peer in results.peers(workload):
             found = results.summary(workload, peer, figure)
             ratio = results.ratios(workload, "howdah", peer, figure)
@@ -211,16 +209,20 @@ def overview(results: Results) -> str:
                 over = f"{ratio.median:7.2f} ×" if ratio and peer != "howdah" else ""
                 spread = f"[{found.low:,.2f} … {found.high:,.2f}]"
                 lines.append(
-                    f"  {workload:<20} {figure:<16} {peer:<14} {found.median:>12,.2f} {spread:<28} {over}"
+                    f"  {workload:<14} {figure:<16} {peer:<14} {found.median:>10,.2f} {spread:<26} {over}"
                 )
     return "\n".join(lines)
 
 
-HEADLINES = {
-    "drain-async": "jobs_per_second",
-    "enqueue-bulk": "jobs_per_second",
-    "enqueue-1": "jobs_per_second",
-    "enqueue-64": "jobs_per_second",
-    "pickup-idle": "call_p50_ms",
-    "pickup-commit": "commit_p50_ms",
-}
+HEADLINES = (
+    ("drain-async", "jobs_per_second"),
+    ("drain-async", "client_cpu_us"),
+    ("drain-async", "server_cpu_us"),
+    ("enqueue-bulk", "jobs_per_second"),
+    ("enqueue-bulk", "client_cpu_us"),
+    ("enqueue-bulk", "server_cpu_us"),
+    ("enqueue-1", "jobs_per_second"),
+    ("enqueue-64", "jobs_per_second"),
+    ("pickup-idle", "call_p50_ms"),
+    ("pickup-commit", "commit_p50_ms"),
+)

@@ -51,9 +51,10 @@ class Results:
         """Set facts of the whole run: machine, versions, settings, what was skipped."""
         self.content.update(facts)
 
-    def forget(self, prefix: str) -> None:
-        """Drop the rounds of workloads whose names begin so."""
-        self.content["rounds"] = [r for r in self.rounds if not r["workload"].startswith(prefix)]
+    def forget(self, workload: str) -> None:
+        """Drop the rounds of a workload, and of its parts: `a` has the parts `a-b` and `a-c`."""
+        kept = [r for r in self.rounds if not f"{r['workload']}-".startswith(f"{workload}-")]
+        self.content["rounds"] = kept
 
     def record(
         self,

@@ -116,12 +116,18 @@ def enqueue(
         ]
         for producer in producers:
             producer.expect("ready")
-        before = stage.postgres.wal_position()
+        server = stage.server_pid(peer)
+        before, served = stage.postgres.wal_position(), cpu_seconds(server)
         for producer in producers:
             producer.go()
         told = [producer.expect("done", 300) for producer in producers]
     taken = max(t["ended"] for t in told) - min(t["started"] for t in told)
-    figures = {"jobs_per_second": share * processes * 1e9 / taken}
+    jobs = share * processes
+    figures = {
+        "jobs_per_second": jobs * 1e9 / taken,
+        "client_cpu_us": sum(t["cpu"] for t in told) * 1e6 / jobs,
+        "server_cpu_us": (cpu_seconds(server) - served) * 1e6 / jobs,
+    }
     if peer.service == "postgres":
         figures["wal_bytes_per_job"] = (stage.postgres.wal_position() - before) / jobs
     return figures
@@ -181,7 +187,7 @@ def pickup(
         stream = None
         if load:
             first = warm_up + samples
-            options = {"rate": load, "batch": max(1, int(load / 100))}
+            options: dict[str, Any] = {"rate": load, "batch": max(1, int(load / 100))}
             stream = stack.enter_context(
                 stage.launch(peer, "stream", first=first, jobs=others, **options, **shared)
             )
@@ -220,7 +226,7 @@ def steady(stage: Stage, peer: Peer, seconds: float) -> Figures:
         shared = {"ledger": str(path), "handler": "async"}
         worker = stack.enter_context(stage.launch(peer, "work", jobs=most, **shared))
         worker.expect("ready")
-        options = {"backlog": BACKLOG, "batch": 200}
+        options: dict[str, Any] = {"backlog": BACKLOG, "batch": 200}
         stream = stack.enter_context(
             stage.launch(peer, "stream", first=0, jobs=most, **options, **shared)
         )

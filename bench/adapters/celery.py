@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.adapters import driver
@@ -39,7 +38,7 @@ class CeleryPeer(driver.Peer):
 
     async def connect(self) -> None:
         os.environ.pop("BENCH_LEDGER", None)
-        from bench.adapters import celery_tasks  # noqa: PLC0415
+        from bench.adapters import celery_tasks
 
         self.task = celery_tasks.handle
 
@@ -58,8 +57,8 @@ class CeleryPeer(driver.Peer):
 
     async def work(self, ledger: Ledger, life: Life) -> None:
         with tempfile.TemporaryDirectory() as home:
-            ready = Path(home, "ready")
-            os.environ.update(BENCH_READY=str(ready), BENCH_HANDLER=self.handler)
+            ready = f"{home}/ready"
+            os.environ.update(BENCH_READY=ready, BENCH_HANDLER=self.handler)
             options = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
             worker = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "celery", "-A", "bench.adapters.celery_tasks", "worker"),
@@ -67,7 +66,7 @@ class CeleryPeer(driver.Peer):
                 *("--concurrency", str(os.cpu_count() or 1)),
                 env=dict(os.environ),
             )
-            while not ready.exists():
+            while not os.path.exists(ready):  # noqa: ASYNC240
                 if worker.returncode is not None:
                     raise RuntimeError("the worker did not start")
                 await asyncio.sleep(0.02)

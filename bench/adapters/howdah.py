@@ -27,7 +27,7 @@ class Howdah(driver.Peer):
     def __init__(self, database: str, handler: str) -> None:
         super().__init__(database, handler)
         os.environ["HOWDAH_DATABASE_URL"] = database
-        from bench.adapters import howdah_tasks  # noqa: PLC0415
+        from bench.adapters import howdah_tasks
 
         self.app = howdah_tasks.app
         self._pool: asyncpg.Pool | None = None
@@ -63,7 +63,7 @@ class Howdah(driver.Peer):
             before_commit()
 
     async def work(self, ledger: Ledger, life: Life) -> None:
-        from howdah.worker import Worker  # noqa: PLC0415
+        from howdah.worker import Worker
 
         worker = Worker(self.app, concurrency=100) if self.handler == "io" else Worker(self.app)
         running = asyncio.create_task(worker.run())

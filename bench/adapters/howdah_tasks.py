@@ -6,10 +6,9 @@ import asyncio
 import functools
 import os
 
-from howdah import App, Context
-
 from bench.adapters.driver import spin
 from bench.ledger import Ledger
+from howdah import App, Context
 
 app = App()
 

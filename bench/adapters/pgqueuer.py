@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 from pgqueuer.db import AsyncpgDriver, AsyncpgPoolDriver
-from pgqueuer.models import Job
 from pgqueuer.qm import QueueManager
 from pgqueuer.queries import Queries
 
@@ -72,12 +71,12 @@ class PgQueuer(driver.Peer):
         connection = await asyncpg.connect(self.database)
         manager = QueueManager(Queries(AsyncpgDriver(connection)))
 
-        @manager.entrypoint("job")
-        async def handle(job: Job) -> None:
+        async def handle(job: Any) -> None:
             ledger.mark(json.loads(job.payload or b"")["number"])
             if self.handler == "io":
                 await asyncio.sleep(0.001)
 
+        manager.entrypoint("job")(handle)
         running = asyncio.create_task(
             manager.run(dequeue_timeout=timedelta(seconds=30), batch_size=BATCH_SIZE)
         )
