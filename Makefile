@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test lint format typecheck unit smoke system bench bench-quick skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test lint format typecheck unit smoke system bench bench-growth bench-quick skill-zip skill-figures clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -72,6 +72,9 @@ system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has 
 
 bench: $(INSTALLED) ## Measure against the peers and write docs/benchmarks.md; ARGS="--peers howdah,saq"
 	$(PY) -m bench $(ARGS)
+
+bench-growth: $(INSTALLED) ## Measure queues of millions of jobs, for about 25 minutes; ARGS="--scale 0.01" for a minute
+	$(PY) -m bench.growth $(ARGS)
 
 bench-quick: $(INSTALLED) ## Measure Howdah, PgQueuer and the ceilings, in under 3 minutes
 	$(PY) -m bench --quick $(ARGS)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
@@ -105,7 +105,12 @@ def throughput(
     before = stage.postgres.value(HISTORY, database=database) if is_ours else 0
     with contextlib.ExitStack() as stack:
         path, ledger = stack.enter_context(stage.ledger(highest + SPARE))
-        request = {"database": database, "handler": handler, "jobs": jobs, "ledger": str(path)}
+        request: dict[str, Any] = {
+            "database": database,
+            "handler": handler,
+            "jobs": jobs,
+            "ledger": str(path),
+        }
         workers = [
             stack.enter_context(stage.launch(peer, "work", **request)) for _ in range(processes)
         ]
@@ -168,7 +173,12 @@ def idle(
     with contextlib.ExitStack() as stack:
         path, _ = stack.enter_context(stage.ledger(SPARE))
         handler = f"workers:{workers // processes}"
-        request = {"database": database, "handler": handler, "jobs": 0, "ledger": str(path)}
+        request: dict[str, Any] = {
+            "database": database,
+            "handler": handler,
+            "jobs": 0,
+            "ledger": str(path),
+        }
         for _ in range(processes):
             stack.enter_context(stage.launch(peer, "work", **request)).expect("ready")
         there = stage.postgres.value(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import filling, growing, peers
+from bench import filling, growing, peers, report
 from bench.filling import Filler
 from bench.launch import HOME, AdapterError
 from bench.machine import describe
@@ -273,6 +273,8 @@ def main() -> int:
                 print(f"{name} is skipped: {why}")
         growth.run(options.only)
     results.save()
+    if options.results == RESULTS:
+        report.write(results)
     return 0
 
 
