@@ -175,7 +175,8 @@ def _measure(run: Run, workload: Workload, peer: Peer, number: int) -> bool:
     try:
         outcome = workload.measure(run, peer)
     except (AdapterError, AssertionError) as error:
-        print(f"\r{label}  failed: {error}")
+        _line("")
+        print(f"{_BACK}{label}  failed: {error}", flush=True)
         if peer.name == "howdah" or isinstance(error, AssertionError):
             raise
         run.results.content.setdefault("skipped", {})[f"{peer.name}: {workload.name}"] = str(error)
@@ -184,7 +185,7 @@ def _measure(run: Run, workload: Workload, peer: Peer, number: int) -> bool:
         run.results.record(name, peer.name, number, figures)
     told = "  ".join(_figure(*item) for figures in outcome.values() for item in figures.items())
     _line("")
-    print(f"\r{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{_BACK}{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)
     return True
 
 
@@ -192,10 +193,13 @@ def _figure(name: str, value: float) -> str:
     return f"{name} {value:,.0f}" if value >= 100 else f"{name} {value:.2f}"
 
 
+_BACK = "\r" if sys.stdout.isatty() else ""
+
+
 def _line(text: str) -> None:
     """Live progress, for people who watch."""
-    if sys.stdout.isatty():
-        print(f"\r{text:<100}", end="", flush=True)
+    if _BACK:
+        print(f"{_BACK}{text:<100}", end="", flush=True)
 
 
 def overview(results: Results) -> str:
