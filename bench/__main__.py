@@ -84,7 +84,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", help="workloads whose names begin so, separated by commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of jobs")
-    parser.add_argument("--steady", type=float, default=60.0, help="seconds of steady state")
+    parser.add_argument("--steady", type=float, default=20.0, help="seconds of a round of it")
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
 

@@ -75,11 +75,10 @@ class Peer:
         _run([_require("npm"), "install", *options, *self.requirements])
 
 
-ON_POSTGRES = frozenset(
-    ["drain-io", "pickup-commit", "pickup-loaded", "enqueue-16p", "enqueue-transaction"]
-)
-ON_REDIS = frozenset({"drain-io", "pickup-loaded", "enqueue-16p"})
-EVERYTHING = ON_POSTGRES | frozenset(["drain-thread", "drain-process", "steady", "progress"])
+# The optional workloads are for the rivals that come near, lest everybody waits for the others.
+ON_POSTGRES = frozenset({"drain-io", "pickup-commit", "enqueue-transaction"})
+NEAR = frozenset({"pickup-loaded", "enqueue-16p"})
+EVERYTHING = ON_POSTGRES | NEAR | {"drain-thread", "drain-process", "steady", "progress"}
 UVLOOP = "uvloop==0.23.0"
 PSYCOPG = "psycopg[binary]==3.3.8"
 PEERS = [
@@ -93,7 +92,7 @@ PEERS = [
         "postgres",
         ("pgqueuer[asyncpg]==1.6.0", UVLOOP),
         drain=30_000,
-        takes=ON_POSTGRES | {"steady"},
+        takes=ON_POSTGRES | NEAR | {"steady"},
     ),
     Peer(
         "graphile",
@@ -102,7 +101,7 @@ PEERS = [
         ("graphile-worker@0.18.0", "pg@8"),
         is_node=True,
         drain=60_000,
-        takes=ON_POSTGRES | {"steady"},
+        takes=ON_POSTGRES | NEAR | {"steady"},
     ),
     Peer(
         "oban",
@@ -127,9 +126,16 @@ PEERS = [
         "redis",
         ("saq[redis,hiredis]==0.26.4", "typing-extensions", UVLOOP),
         drain=6_000,
-        takes=ON_REDIS,
+        takes=NEAR | {"drain-io"},
     ),
-    Peer("celery", "Celery", "redis", ("celery[redis]==5.7.0",), drain=4_000, takes=ON_REDIS),
+    Peer(
+        "celery",
+        "Celery",
+        "redis",
+        ("celery[redis]==5.7.0",),
+        drain=4_000,
+        takes=frozenset({"drain-io"}),
+    ),
 ]
 
 

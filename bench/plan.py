@@ -51,8 +51,6 @@ class Workload:
     quick: bool = False
     also: tuple[str, ...] = ()
     """What else it records."""
-    rounds: int | None = None
-    """If not as many as the others."""
 
 
 def _drain(run: Run, peer: Peer) -> Outcome:
@@ -135,7 +133,7 @@ WORKLOADS = [
     Workload("drain-thread", _drain_as("thread", 0.5), optional=True),
     Workload("drain-process", _drain_as("process", 0.1), optional=True),
     Workload("pickup-loaded", _pickup_loaded, optional=True),
-    Workload("steady", _steady, optional=True, rounds=1),
+    Workload("steady", _steady, optional=True),
     *(Workload(f"payload-{size}", _payload(size), only_howdah=True) for size in (100, 1000, 5000)),
     Workload("progress", _progress, optional=True),
 ]
@@ -152,7 +150,7 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
         for name in (workload.name, *workload.also):
             results.forget(name)
         taking_part = [peer for peer in peers if _takes_part(peer, workload)]
-        for number in range(1, (workload.rounds or options.rounds) + 1):
+        for number in range(1, options.rounds + 1):
             for peer in list(taking_part):
                 if not _measure(run, workload, peer, number):
                     taking_part.remove(peer)
@@ -175,8 +173,9 @@ def _measure(run: Run, workload: Workload, peer: Peer, number: int) -> bool:
     try:
         outcome = workload.measure(run, peer)
     except (AdapterError, AssertionError) as error:
-        print(f"\r{label}  failed: {error}")
-        if peer.name == "howdah" or isinstance(error, AssertionError):
+        _line("")
+        print(f"{_BACK}{label}  failed: {error}", flush=True)
+        if peer.name == "howdah":
             raise
         run.results.content.setdefault("skipped", {})[f"{peer.name}: {workload.name}"] = str(error)
         return False
@@ -184,7 +183,7 @@ def _measure(run: Run, workload: Workload, peer: Peer, number: int) -> bool:
         run.results.record(name, peer.name, number, figures)
     told = "  ".join(_figure(*item) for figures in outcome.values() for item in figures.items())
     _line("")
-    print(f"\r{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{_BACK}{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)
     return True
 
 
@@ -192,10 +191,13 @@ def _figure(name: str, value: float) -> str:
     return f"{name} {value:,.0f}" if value >= 100 else f"{name} {value:.2f}"
 
 
+_BACK = "\r" if sys.stdout.isatty() else ""
+
+
 def _line(text: str) -> None:
     """Live progress, for people who watch."""
-    if sys.stdout.isatty():
-        print(f"\r{text:<100}", end="", flush=True)
+    if _BACK:
+        print(f"{_BACK}{text:<100}", end="", flush=True)
 
 
 def overview(results: Results) -> str:

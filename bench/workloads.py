@@ -167,12 +167,12 @@ def pickup(
     samples: int,
     how: str = "single",
     load: float = 0.0,
-    pause: float = 0.002,
+    pause: float = 0.001,
 ) -> Figures:
     """How long from an enqueue to the start of its handler, on a worker that waits or has other work."""
     stage.prepare(peer)
     warm_up = 100
-    others = int(load * 300)  # enough for five minutes; the stream is stopped before
+    others = int(load * 120)  # enough for two minutes; the stream is stopped before
     with contextlib.ExitStack() as stack:
         path, ledger = stack.enter_context(stage.ledger(warm_up + samples + others + SPARE))
         shared = {"ledger": str(path), "handler": "async"}
@@ -196,11 +196,15 @@ def pickup(
             time.sleep(1)
         sampler.go()
         told = sampler.expect("done", 300)
+        jobs, more = warm_up + samples, 0
         if stream is not None:
             stream.stop()
-        if peer.name == "howdah" and not load:
-            check_howdah(stage.postgres, "bench_howdah", "async", warm_up + samples)
+            jobs += stream.expect("done")["sent"]
+            stage.wait(worker, ledger, jobs)
+        if peer.name == "howdah":
+            more = check_howdah(stage.postgres, "bench_howdah", "async", jobs)
         worker.stop()
+        ledger.check(jobs + more)
         starts = list(ledger.starts[warm_up : warm_up + samples])
     figures: Figures = {"samples": samples}
     for name in ("called", "committed"):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
 BATCH = 1000  # of a bulk enqueue
+# Ballast, of a kind that PostgreSQL cannot compress.
+PAD = base64.b64encode(random.Random(1).randbytes(6000)).decode()
 STALLED = 40 * 10**9  # nanoseconds; longer than the polling intervals of all peers
 
 
@@ -173,9 +175,7 @@ async def _serve(peer: Peer, request: dict[str, Any]) -> None:
 
 
 def _calls(request: dict[str, Any], first: int, jobs: int) -> list[Call]:
-    length = max(0, request.get("payload", 100) - 24)
-    # Of a kind that PostgreSQL cannot compress.
-    pad = base64.b64encode(random.Random(1).randbytes(length))[:length].decode()
+    pad = PAD[: max(0, request.get("payload", 100) - 24)]
     return [Call(number, pad) for number in range(first, first + jobs)]
 
 
@@ -223,7 +223,6 @@ async def _stream(peer: Peer, request: dict[str, Any], life: Life) -> dict[str, 
     rate, backlog = request.get("rate"), request.get("backlog", 0)
     ledger = Ledger(request["ledger"])
     already = ledger.executed
-    calls = _calls(request, first, limit)
     life.ready()
     await life.until_go()
     started = time.monotonic()
@@ -236,6 +235,7 @@ async def _stream(peer: Peer, request: dict[str, Any], life: Life) -> dict[str, 
         elif sent - (ledger.executed - already) >= backlog:
             await asyncio.sleep(0.001)
             continue
-        await peer.enqueue_many(calls[sent : sent + batch])
-        sent += min(batch, limit - sent)
+        now = min(batch, limit - sent)
+        await peer.enqueue_many(_calls(request, first + sent, now))
+        sent += now
     return {"sent": sent, "seconds": time.monotonic() - started}

@@ -45,14 +45,14 @@ class LedgerFile {
     this.file = fs.openSync(path, "r+");
     this.count = 0;
     this.cell = Buffer.alloc(8);
-    this.starts = new Map();
+    this.starts = new BigInt64Array(fs.fstatSync(this.file).size / 8 - PROCESSES);
     this.timer = setInterval(() => this.flush(), 20);
   }
   mark(number, immediately) {
     const at = now();
     this.count += 1;
     if (immediately) this.write(PROCESSES + number, at);
-    else this.starts.set(number, at);
+    else this.starts[number] = at;
   }
   write(index, value) {
     this.cell.writeBigInt64LE(BigInt(value));
@@ -65,12 +65,12 @@ class LedgerFile {
     fs.readSync(this.file, this.cell, 0, 8, index * 8);
     return this.cell.readBigInt64LE();
   }
-  close() {
+  close(immediately) {
     clearInterval(this.timer);
-    if (!this.starts.size) return this.flush();
-    const all = Buffer.alloc(8 * (Math.max(...this.starts.keys()) + 1));
-    for (const [number, at] of this.starts) all.writeBigInt64LE(at, number * 8);
-    fs.writeSync(this.file, all, 0, all.length, PROCESSES * 8);
+    if (!immediately) {
+      const all = Buffer.from(this.starts.buffer);
+      fs.writeSync(this.file, all, 0, all.length, PROCESSES * 8);
+    }
     this.flush();
   }
 }
@@ -201,7 +201,7 @@ async function work(request) {
   await heard.stop;
   await runner.stop();
   await pgPool.end();
-  ledger.close();
+  ledger.close(immediately);
   tell("done");
 }
 
