@@ -122,7 +122,7 @@ class Growth:
 
     def _held(self) -> None:
         """A transaction is opened, jobs come and go until so many dead entries have piled up, and then a
-        worker is measured. The baseline is the same queue right before."""
+        worker is measured; in turns with one on a twin of the queue that nobody holds up."""
         for peer in [HOWDAH, *self.rivals]:
             name = "howdah" if peer is HOWDAH else peer.name
             try:
@@ -133,34 +133,44 @@ class Growth:
                 self._say(f"growth-held {name} is left out: {error}")
 
     def _hold(self, peer: Peer, name: str) -> None:
-        postgres, database = self.stage.postgres, f"growth_held_{name}"
-        jobs = self.scaled(JOBS)
-        total = self.scaled(DEAD[-1]) + 2 * len(DEAD) * self.rounds * jobs
-        postgres.recreate(database, f"empty_{peer.name}")
-        filler = Filler(postgres, database)
-        if peer is HOWDAH:
-            filler.pending("async", 0, total)
-        else:
-            filling.fill_peer(postgres, name, database, 0, total)
-        filler.settle()
-        self._measure_held(peer, name, database, jobs, total, 0)
-        with filling.held_transaction(postgres, database):
+        postgres = self.stage.postgres
+        # A worker has some more at hand when it is told to stop.
+        measured = len(DEAD) * self.rounds * (2 * self.scaled(JOBS) + growing.SPARE)
+        total = self.scaled(DEAD[-1]) + measured
+        free, held = f"growth_free_{name}", f"growth_held_{name}"
+        for database, jobs in ((free, measured), (held, total)):
+            postgres.recreate(database, f"empty_{peer.name}")
+            filler = Filler(postgres, database)
+            if peer is HOWDAH:
+                filler.pending("async", 0, jobs)
+            else:
+                filling.fill_peer(postgres, name, database, 0, jobs)
+            filler.settle()
+        self._measure_both(peer, name, free, held, total, 0)
+        with filling.held_transaction(postgres, held):
             for dead in DEAD[1:]:
-                there = filling.dead_entries(postgres, name, database)
-                missing = max(0, self.scaled(dead) - there)
-                filling.burn(postgres, name, database, missing, "async")
-                self._measure_held(peer, name, database, jobs, total, dead)
-        postgres.drop(database)
+                there = filling.dead_entries(postgres, name, held)
+                filling.burn(postgres, name, held, max(0, self.scaled(dead) - there), "async")
+                self._measure_both(peer, name, free, held, total, dead)
+        postgres.drop(free)
+        postgres.drop(held)
 
-    def _measure_held(
-        self, peer: Peer, name: str, database: str, jobs: int, total: int, dead: int
+    def _measure_both(
+        self, peer: Peer, name: str, free: str, held: str, highest: int, dead: int
     ) -> None:
         for number in range(1, self.rounds + 1):
-            facts = {"dead_entries": filling.dead_entries(self.stage.postgres, name, database)}
-            figures = growing.throughput(self.stage, peer, database, jobs, total)
-            if peer is HOWDAH:
-                figures |= growing.claims(self.stage, database, ["async"], self._claims(jobs))
-            self._record(f"growth-held-{dead}", name, number, figures, facts)
+            self._measure_held(peer, name, free, highest, f"growth-held-{dead}-free", number)
+            self._measure_held(peer, name, held, highest, f"growth-held-{dead}", number)
+
+    def _measure_held(
+        self, peer: Peer, name: str, database: str, highest: int, workload: str, number: int
+    ) -> None:
+        facts = {"dead_entries": filling.dead_entries(self.stage.postgres, name, database)}
+        jobs = self.scaled(JOBS)
+        figures = growing.throughput(self.stage, peer, database, jobs, highest)
+        if peer is HOWDAH:
+            figures |= growing.claims(self.stage, database, ["async"], self._claims(jobs))
+        self._record(workload, name, number, figures, facts)
 
     def _processes(self) -> None:
         jobs = 3 * self.scaled(JOBS)

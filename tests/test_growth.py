@@ -102,14 +102,19 @@ def test_the_chapter_holds_figures_against_the_bars(tmp_path: Path) -> None:
     for number, p99 in enumerate((3.0, 5.0, 4.0), 1):
         results.record("growth-full-base", "howdah", number, {"claim_p99_ms": 2.0})
         results.record("growth-full", "howdah", number, {"claim_p99_ms": p99})
-        for dead, rate in ((0, 1000.0), (1_000_000, 900.0)):
-            results.record(f"growth-held-{dead}", "howdah", number, {"jobs_per_second": rate})
-            results.record(f"growth-held-{dead}", "pgqueuer", number, {"jobs_per_second": rate / 2})
+        for state, rate in (
+            ("0", 700.0),
+            ("1000000-free", 1000.0 * number),
+            ("1000000", 900.0 * number),
+        ):
+            for peer, share in (("howdah", 1), ("pgqueuer", 2)):
+                told = {"jobs_per_second": rate / share}
+                results.record(f"growth-held-{state}", peer, number, told)
     text = growth_report.chapter(results)
     assert "| 4.00 [3.00 … 5.00] |" in text
     assert "in the same rounds: **2.00 ×** (bar: at most 2)" in text
-    assert "Howdah with 1M over none: **0.90 ×** (bar: at least 0.8)" in text
-    assert "PgQueuer with 1M over none: **0.90 ×**." in text
+    assert "Howdah with 1M over its twin: **0.90 ×** (bar: at least 0.8)" in text
+    assert "PgQueuer with 1M over its twin: **0.90 ×**." in text
     assert "Idle workers" not in text
     drawn = growth_report.plots(results)["growth-held.svg"]
     assert drawn.count("<polyline") == 2
