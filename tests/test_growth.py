@@ -12,8 +12,6 @@ from bench import filling, growth, growth_report
 from bench.filling import Filler
 from bench.results import Results
 
-from conftest import url_of
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -27,7 +25,7 @@ class Postgres:
         self._server = server
 
     def url(self, database: str) -> str:
-        return url_of(self._server, database)
+        return self._server.url.replace("/howdah?", f"/{database}?")
 
     def query(self, sql: str, *parameters: Any, database: str) -> list[Any]:
         async def run() -> list[Any]:
