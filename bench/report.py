@@ -151,13 +151,16 @@ def write(results: Results) -> None:
 
 
 def _method(content: dict[str, Any]) -> str:
+    twice = sorted({TITLES[r["peer"]] for r in content["rounds"] if r["figures"].get("repeated")})
+    again = f" In this run a few jobs of {' and '.join(twice)} ran again." if twice else ""
     skipped = "".join(
         f"\n- Not measured: {name}: {why}" for name, why in content.get("skipped", {}).items()
     )
     return (
         "- Rounds are interleaved: every peer once, then every peer again. Figures are medians of the rounds, "
         "with the lowest and the highest in brackets. Ratios are taken round by round.\n"
-        "- Every handler really runs and is counted: a round in which one ran twice or never is an error.\n"
+        "- Every handler really runs and is counted. A job that never ran is an error; one that ran twice is an "
+        f"error of Howdah's, and told of peers.{again}\n"
         "- Rates go from the first start of a handler to the last; starting a process is not counted.\n"
         "- Every round of Howdah asserts `fsync=on`, `synchronous_commit=on` where jobs are enqueued and where "
         "they are acknowledged, a row of history for every job, and a stale acknowledgement refused.\n"

@@ -49,7 +49,11 @@ class Postgres:
         self._server = EmbeddedServer(self._home / "pg", settings=self.settings)
 
     def __enter__(self) -> Postgres:
-        self._server.start()
+        try:
+            self._server.start()
+        except BaseException:  # also when told to end
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,12 +155,16 @@ class Redis:
             raise FileNotFoundError("redis-server is not installed")
         options = {"port": "0", "unixsocket": str(self._socket), "dir": str(self._home)}
         arguments = [part for k, v in (options | REDIS_SETTINGS).items() for part in (f"--{k}", v)]
-        self._process = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 10
-        while self._ask("PING") != "PONG":
-            if time.monotonic() > end or self._process.poll() is not None:
-                raise RuntimeError("redis-server did not start")
-            time.sleep(0.02)
+        try:
+            self._process = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
+            end = time.monotonic() + 30
+            while self._ask("PING") != "PONG":
+                if time.monotonic() > end or self._process.poll() is not None:
+                    raise RuntimeError("redis-server did not start")
+                time.sleep(0.02)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,9 +2,8 @@
 
 Settings, from "Optimizing" (userguide/optimizing in its documentation): a large `worker_prefetch_multiplier`
 (128), as tasks are short; results ignored; rate limits, gossip, mingle and heartbeat off. Its default pool,
-`prefork` with a process for each core; of that, `threads` and `solo` the best was taken. It acknowledges
-before a task runs, its default, so that a crash loses what was running; Redis keeps an append-only file,
-synced every second. It has no bulk enqueue: tasks are sent one after the other over one connection.
+`prefork` with a process for each core (BENCH_POOL tries `threads` and `solo`). It acknowledges before a task
+runs, its default, so that a crash loses what was running; Redis keeps an append-only file, synced every second. It has no bulk enqueue: tasks are sent one after the other over one connection.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bench.adapters.driver import Call, Life
     from bench.ledger import Ledger
 
-LIMIT = int(os.environ.get("BENCH_LIMIT", "100"))
+LIMIT = int(os.environ.get("BENCH_LIMIT", "500"))
 _ledger: list[Ledger] = []
 _pause: list[float] = []
 

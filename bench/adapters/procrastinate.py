@@ -1,7 +1,7 @@
 """procrastinate 3.10.0 on psycopg 3 (its C implementation) and uvloop.
 
 Settings, from "Launch multiple jobs in parallel" (howto/production/concurrency in its documentation):
-`concurrency` for asynchronous tasks, of 10, 20 and 50 the best was taken; LISTEN/NOTIFY on, as by default;
+`concurrency=20` for asynchronous tasks, where 10 and 50 made no difference; LISTEN/NOTIFY on, as by default;
 jobs are kept (`delete_jobs="never"`, its default), as Howdah keeps them. Bulk enqueues by `batch_defer_async`
 ("Defer jobs in batch", howto/basics/batch_defer).
 """
