@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test slow lint format typecheck unit smoke system skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test slow lint format typecheck unit smoke system bench bench-growth bench-quick skill-zip skill-figures clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -70,6 +70,15 @@ system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has 
 	  $(PY) -m pytest $(PARALLEL) tests/sql --pg-bin "$$directory"; \
 	fi
 
+bench: $(INSTALLED) ## Measure against the peers and write docs/benchmarks.md; ARGS="--peers howdah,saq"
+	$(PY) -m bench $(ARGS)
+
+bench-growth: $(INSTALLED) ## Measure queues of millions of jobs, for about 25 minutes; ARGS="--scale 0.01" for a minute
+	$(PY) -m bench.growth $(ARGS)
+
+bench-quick: $(INSTALLED) ## Measure Howdah, PgQueuer and the ceilings, in under 3 minutes
+	$(PY) -m bench --quick $(ARGS)
+
 skill-zip: $(INSTALLED) ## Pack the agent skill into dist/postgres-job-queue.zip
 	$(PY) tools/skill_zip.py dist/postgres-job-queue.zip
 
@@ -78,8 +87,8 @@ skill-figures: $(INSTALLED) ## Write the measured figures into the agent skill
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) $(SMOKE) build dist dist.log *.egg-info src/*.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp holds the checkout's path, as a copied checkout would otherwise test the original's code,
 # and the Python that was asked for. An environment that works is kept if none was.

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from howdah import __version__
+from howdah.cli.bench import bench_command
 from howdah.cli.db import db
 from howdah.cli.demo import demo
 from howdah.cli.dev import dev_command
@@ -48,7 +49,7 @@ SECTIONS = {
     ),
     "Follow": (watch_command, wait_command),
     "Operate": (retry_command, cancel_command, rm_command, recover_command, clear_command),
-    "Database": (db, migrate_command),
+    "Database": (db, migrate_command, bench_command),
     "Agents": (skill,),
 }
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from howdah.cli.options import connect, json_lines_option
+from howdah.cli.stopping import ignore_stops, stoppable
 from howdah.demo import app, encode_video, notify, thumbnail
 from howdah.embedded import EmbeddedServer
 from howdah.errors import EmbeddedServerError
@@ -38,7 +39,6 @@ QUICK, FLAKY, LONG = 10_000, 200, 4
 VICTIM_AT = 30  # percent of its job at which a worker is killed
 PATIENCE = float(os.environ.get("HOWDAH_DEMO_PATIENCE", "30"))
 FRAME = 0.1
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ def demo(pause: bool, without_recovery: bool, as_json: bool) -> None:
     Starts a PostgreSQL in a temporary directory and two worker processes, and removes all of it.
     """
     voice = Voice(as_json=as_json)
-    with _stoppable(), _temporary_server(voice) as url, connect(url) as conn:
+    with stoppable(), _temporary_server(voice) as url, connect(url) as conn:
         lost = Demo(voice, conn, url).run(recover=not without_recovery)
         if pause:
             voice.say(
@@ -303,9 +303,7 @@ class Demo:
         try:
             yield {process.pid: process for process in started}
         finally:
-            # From here on everything is taken down; a second Ctrl-C would leave some of it behind.
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+            ignore_stops()
             for process in started:
                 process.terminate()
             for process in started:
@@ -324,23 +322,5 @@ def _temporary_server(voice: Voice) -> Iterator[str]:
             voice.say("Starting a PostgreSQL in a temporary directory ...", "starting")
             yield server.start()
         finally:
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+            ignore_stops()
             server.remove()
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ends on SIGTERM and on a closed terminal like on Ctrl-C: through every `finally`."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

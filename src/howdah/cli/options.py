@@ -24,15 +24,18 @@ json_lines_option = click.option(
 )
 
 
+database_option = click.option(
+    "--database",
+    metavar="URL",
+    help="A PostgreSQL URL, or embedded:  [default: HOWDAH_DATABASE_URL, DATABASE_URL, "
+    "or the embedded server of this directory]",
+)
+
+
 def database_options(command: Command) -> Command:
     """`--database` and `--schema`, for every command that talks to the queue."""
     options: list[Callable[[Command], Command]] = [
-        click.option(
-            "--database",
-            metavar="URL",
-            help="A PostgreSQL URL, or embedded:  [default: HOWDAH_DATABASE_URL, DATABASE_URL, "
-            "or the embedded server of this directory]",
-        ),
+        database_option,
         click.option(
             "--schema",
             metavar="NAME",
@@ -67,6 +70,7 @@ def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
 
 __all__ = [
     "connect",
+    "database_option",
     "database_options",
     "json_lines_option",
     "json_option",

@@ -1,0 +1,67 @@
+"""A ceiling, not a peer: one asyncpg connection that claims and completes with Howdah's own SQL, as fast as
+one loop can, with no worker around it: no slots, no heartbeat, no prefetch, no typed arguments.
+
+Handlers are counted like everybody's. Batches of 1,000, which is what Howdah's worker claims at most.
+`pipelined.py` is the same with a second connection, so that a claim is under way while a batch is completed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import asyncpg
+
+from bench.adapters import driver
+from bench.adapters.howdah import Howdah
+
+if TYPE_CHECKING:
+    from bench.adapters.driver import Life
+    from bench.ledger import Ledger
+
+BATCH = 1000
+LEASE = timedelta(seconds=30)
+
+
+class Bare(Howdah):
+    """Enqueues like Howdah, and works without it."""
+
+    pipelined = False
+
+    async def work(self, ledger: Ledger, life: Life) -> None:
+        statements = self.app.statements
+        claiming = await asyncpg.connect(self.database)
+        completing = await asyncpg.connect(self.database) if self.pipelined else claiming
+        claim = statements.claim("bare", [self.handler], BATCH, LEASE, ["default"], False)
+        complete = statements.complete_jobs([], [], [])
+        claimed = await claiming.prepare(claim.text)
+        completed = await completing.prepare(complete.text)
+        nothing = [None] * BATCH
+        life.ready()
+        last: asyncio.Task[object] | None = None
+        while not life.stopped.is_set():
+            rows = await claimed.fetch(*claim.parameters)
+            if not rows:
+                await asyncio.sleep(0.01)
+                continue
+            for row in rows:
+                ledger.mark(json.loads(row["data"])["number"])
+            ids = [row["id"] for row in rows]
+            fences = [row["lease_id"] for row in rows]
+            if last is not None:
+                await last
+            last = asyncio.create_task(
+                completed.fetch(ids, fences, nothing[: len(ids)], None, False)
+            )
+            if not self.pipelined:
+                await last
+        if last is not None:
+            await last
+        for connection in {claiming, completing}:
+            await connection.close()
+
+
+if __name__ == "__main__":
+    driver.main(Bare)

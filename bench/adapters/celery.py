@@ -1,0 +1,79 @@
+"""Celery 5.7.0 on redis-py, over a Unix socket, its worker started as its documentation starts it.
+
+Settings, from "Optimizing" (userguide/optimizing in its documentation): a large `worker_prefetch_multiplier`
+(128), as tasks are short; results ignored; rate limits, gossip, mingle and heartbeat off. Its default pool,
+`prefork` with a process for each core (BENCH_POOL tries `threads` and `solo`). It acknowledges before a task
+runs, its default, so that a crash loses what was running; Redis keeps an append-only file, synced every second. It has no bulk enqueue: tasks are sent one after the other over one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from bench.adapters import driver
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.adapters.driver import Call, Life
+    from bench.ledger import Ledger
+
+POOL = os.environ.get("BENCH_POOL", "prefork")
+
+
+class CeleryPeer(driver.Peer):
+    """Sends tasks from this process, and works in a process of `celery worker`."""
+
+    def __init__(self, database: str, handler: str) -> None:
+        super().__init__(database, handler)
+        os.environ["BENCH_REDIS"] = database
+        self.task: Any = None
+
+    async def connect(self) -> None:
+        os.environ.pop("BENCH_LEDGER", None)
+        from bench.adapters import celery_tasks
+
+        self.task = celery_tasks.handle
+
+    async def enqueue(self, call: Call) -> None:
+        self.task.delay(call.number, call.pad)
+
+    async def enqueue_many(self, calls: Sequence[Call]) -> None:
+        with self.task.app.producer_pool.acquire(block=True) as producer:
+            for call in calls:
+                self.task.apply_async((call.number, call.pad), producer=producer)
+
+    async def enqueue_from(self, callers: int, calls: Sequence[Call], in_transaction: bool) -> None:
+        """Its client is synchronous: callers are threads."""
+        with ThreadPoolExecutor(callers) as threads:
+            list(threads.map(lambda call: self.task.delay(call.number, call.pad), calls))
+
+    async def work(self, ledger: Ledger, life: Life) -> None:
+        with tempfile.TemporaryDirectory() as home:
+            ready = f"{home}/ready"
+            os.environ.update(BENCH_READY=ready, BENCH_HANDLER=self.handler)
+            options = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "celery", "-A", "bench.adapters.celery_tasks", "worker"),
+                *(*options, "--loglevel", "WARNING", "--pool", POOL),
+                *("--concurrency", str(os.cpu_count() or 1)),
+                env=dict(os.environ),
+            )
+            while not os.path.exists(ready):  # noqa: ASYNC240
+                if worker.returncode is not None:
+                    raise RuntimeError("the worker did not start")
+                await asyncio.sleep(0.02)
+            life.ready()
+            await life.stopped.wait()
+            worker.send_signal(signal.SIGTERM)
+            await worker.wait()
+
+
+if __name__ == "__main__":
+    driver.main(CeleryPeer)

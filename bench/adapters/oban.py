@@ -1,0 +1,88 @@
+"""oban-py 0.7.0 on psycopg 3 (its C implementation) and uvloop, on the newest Python here, as it needs 3.12.
+
+Settings, from "Defining Queues" (docs/defining_queues.md in its repository): the queue's `limit`, which is
+also how many jobs it fetches and acknowledges at once; of 10, 50, 100 and 500 the best was taken. Pool as in
+"Ready for Production" (docs/production.md). Completed jobs are kept for a day by default. Bulk enqueues by
+`enqueue_many`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from oban import Oban, worker
+from oban.schema import install
+
+from bench.adapters import driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.adapters.driver import Call, Life
+    from bench.ledger import Ledger
+
+LIMIT = int(os.environ.get("BENCH_LIMIT", "500"))
+_ledger: list[Ledger] = []
+_pause: list[float] = []
+
+
+@worker(queue="default")
+class Handler:
+    """The one kind of job."""
+
+    async def process(self, job: Any) -> None:
+        _ledger[0].mark(job.args["number"])
+        if _pause:
+            await asyncio.sleep(_pause[0])
+
+
+def _job(call: Call) -> Any:
+    return Handler.new({"number": call.number, "pad": call.pad})  # type: ignore[attr-defined]
+
+
+class ObanPy(driver.Peer):
+    """An instance that enqueues, or one that works."""
+
+    _pool: Any
+    _oban: Any
+
+    async def setup(self) -> None:
+        pool = await Oban.create_pool(self.database)
+        await install(pool)
+        await pool.close()
+
+    async def connect(self) -> None:
+        self._pool = await Oban.create_pool(self.database, min_size=1, max_size=20)
+        self._oban = Oban(pool=self._pool)
+        await self._oban.start()
+
+    async def close(self) -> None:
+        await self._oban.stop()
+        await self._pool.close()
+
+    async def enqueue(self, call: Call) -> None:
+        await self._oban.enqueue(_job(call))
+
+    async def enqueue_many(self, calls: Sequence[Call]) -> None:
+        await self._oban.enqueue_many([_job(call) for call in calls])
+
+    async def enqueue_in_transaction(self, call: Call, before_commit: Callable[[], None]) -> None:
+        async with self._pool.connection() as connection, connection.transaction():
+            await self._oban.enqueue(_job(call), conn=connection)
+            before_commit()
+
+    async def work(self, ledger: Ledger, life: Life) -> None:
+        _ledger.append(ledger)
+        if self.handler == "io":
+            _pause.append(0.001)
+        pool = await Oban.create_pool(self.database, min_size=1, max_size=10)
+        async with Oban(pool=pool, queues={"default": LIMIT}):
+            life.ready()
+            await life.stopped.wait()
+        await pool.close()
+
+
+if __name__ == "__main__":
+    driver.main(ObanPy)

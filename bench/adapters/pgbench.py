@@ -1,0 +1,13 @@
+"""A ceiling, not a peer: pgbench, from PostgreSQL's own tools, runs the statements of Howdah's worker with
+one client and batches of 1,000. It executes no handlers; what it completed is counted in the tables.
+
+`bench/pgbench.py` runs it. This adapter makes the schema and fills the queue.
+"""
+
+from __future__ import annotations
+
+from bench.adapters import driver
+from bench.adapters.howdah import Howdah
+
+if __name__ == "__main__":
+    driver.main(Howdah)

@@ -1,0 +1,90 @@
+"""PgQueuer 1.6.0 on asyncpg and uvloop.
+
+Settings, from its "Performance Tuning" guide (docs/guides/performance-tuning.md in its repository):
+`durable` tables, as Howdah's are, though `balanced` and `volatile` would be faster; `pgq autovac` applied;
+a single asyncpg connection for the worker, a pool for producers; a large `batch_size`, as jobs are short:
+500, which did as well as 1,000 and better than 10 and 100. Bulk enqueues by lists of arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+from pgqueuer.db import AsyncpgDriver, AsyncpgPoolDriver
+from pgqueuer.qm import QueueManager
+from pgqueuer.queries import Queries
+
+from bench.adapters import driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.adapters.driver import Call, Life
+    from bench.ledger import Ledger
+
+BATCH_SIZE = int(os.environ.get("BENCH_BATCH", "500"))
+
+
+def _encode(call: Call) -> bytes:
+    return json.dumps({"number": call.number, "pad": call.pad}).encode()
+
+
+class PgQueuer(driver.Peer):
+    """A queue manager, and queries over a pool."""
+
+    _pool: Any
+    _queries: Any
+
+    async def setup(self) -> None:
+        connection = await asyncpg.connect(self.database)
+        queries = Queries(AsyncpgDriver(connection))
+        await queries.install()
+        await queries.optimize_autovacuum()
+        await connection.close()
+
+    async def connect(self) -> None:
+        self._pool = await asyncpg.create_pool(self.database, min_size=1, max_size=20)
+        self._queries = Queries(AsyncpgPoolDriver(self._pool))
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def enqueue(self, call: Call) -> None:
+        await self._queries.enqueue("job", _encode(call), 0)
+
+    async def enqueue_many(self, calls: Sequence[Call]) -> None:
+        await self._queries.enqueue(
+            ["job"] * len(calls), [_encode(call) for call in calls], [0] * len(calls)
+        )
+
+    async def enqueue_in_transaction(self, call: Call, before_commit: Callable[[], None]) -> None:
+        async with self._pool.acquire() as connection, connection.transaction():
+            await Queries(AsyncpgDriver(connection)).enqueue("job", _encode(call), 0)
+            before_commit()
+
+    async def work(self, ledger: Ledger, life: Life) -> None:
+        connection = await asyncpg.connect(self.database)
+        manager = QueueManager(Queries(AsyncpgDriver(connection)))
+
+        async def handle(job: Any) -> None:
+            ledger.mark(json.loads(job.payload or b"")["number"])
+            if self.handler == "io":
+                await asyncio.sleep(0.001)
+
+        manager.entrypoint("job")(handle)
+        running = asyncio.create_task(
+            manager.run(dequeue_timeout=timedelta(seconds=30), batch_size=BATCH_SIZE)
+        )
+        await life.lived_through(running)
+        manager.shutdown.set()
+        await running
+        await connection.close()
+
+
+if __name__ == "__main__":
+    driver.main(PgQueuer)

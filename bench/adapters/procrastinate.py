@@ -1,0 +1,81 @@
+"""procrastinate 3.10.0 on psycopg 3 (its C implementation) and uvloop.
+
+Settings, from "Launch multiple jobs in parallel" (howto/production/concurrency in its documentation):
+`concurrency=20` for asynchronous tasks, where 10 and 50 made no difference; LISTEN/NOTIFY on, as by default;
+jobs are kept (`delete_jobs="never"`, its default), as Howdah keeps them. Bulk enqueues by `batch_defer_async`
+("Defer jobs in batch", howto/basics/batch_defer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from procrastinate import App, PsycopgConnector
+
+from bench.adapters import driver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.adapters.driver import Call, Life
+    from bench.ledger import Ledger
+
+CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "20"))
+
+
+class Procrastinate(driver.Peer):
+    """An app and one task."""
+
+    def __init__(self, database: str, handler: str) -> None:
+        super().__init__(database, handler)
+        self.connector = PsycopgConnector(conninfo=database, min_size=1, max_size=20)
+        self.app = App(connector=self.connector)
+        self.ledger: Ledger | None = None
+
+        async def handle(number: int, pad: str) -> None:
+            if self.ledger is not None:
+                self.ledger.mark(number)
+            if handler == "io":
+                await asyncio.sleep(0.001)
+
+        self.task = self.app.task(name="job")(handle)
+
+    async def setup(self) -> None:
+        async with self.app.open_async():
+            await self.app.schema_manager.apply_schema_async()
+
+    async def connect(self) -> None:
+        await self.app.open_async()
+
+    async def close(self) -> None:
+        await self.app.close_async()
+
+    async def enqueue(self, call: Call) -> None:
+        await self.task.defer_async(number=call.number, pad=call.pad)
+
+    async def enqueue_many(self, calls: Sequence[Call]) -> None:
+        await self.task.batch_defer_async(
+            *({"number": call.number, "pad": call.pad} for call in calls)
+        )
+
+    async def enqueue_in_transaction(self, call: Call, before_commit: Callable[[], None]) -> None:
+        async with self.connector.pool.connection() as connection, connection.transaction():
+            deferrer = self.task.configure(connection=connection)
+            await deferrer.defer_async(number=call.number, pad=call.pad)
+            before_commit()
+
+    async def work(self, ledger: Ledger, life: Life) -> None:
+        self.ledger = ledger
+        async with self.app.open_async():
+            running = asyncio.create_task(
+                self.app.run_worker_async(concurrency=CONCURRENCY, install_signal_handlers=False)
+            )
+            await life.lived_through(running)
+            running.cancel()
+            await asyncio.wait([running])
+
+
+if __name__ == "__main__":
+    driver.main(Procrastinate)

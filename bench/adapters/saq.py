@@ -1,0 +1,65 @@
+"""SAQ 0.26.4 on redis-py with hiredis and uvloop, over a Unix socket.
+
+Settings, from its README and "Worker" reference (saq-py.readthedocs.io): `concurrency=20` (BENCH_CONCURRENCY
+tries others); results are kept for 10 minutes, its default. It has no bulk enqueue: many are awaited at once.
+Redis keeps an append-only file, synced every second: a crash may lose a second of acknowledged jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from saq import Worker
+from saq.queue.redis import RedisQueue
+
+from bench.adapters import driver
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.adapters.driver import Call, Life
+    from bench.ledger import Ledger
+
+CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "20"))
+
+
+class Saq(driver.Peer):
+    """A queue and a worker."""
+
+    _queue: Any
+
+    async def connect(self) -> None:
+        self._queue = RedisQueue.from_url(f"unix://{self.database}")
+        await self._queue.connect()
+
+    async def close(self) -> None:
+        await self._queue.disconnect()
+
+    async def enqueue(self, call: Call) -> None:
+        await self._queue.enqueue("handle", number=call.number, pad=call.pad)
+
+    async def enqueue_many(self, calls: Sequence[Call]) -> None:
+        await asyncio.gather(*(self.enqueue(call) for call in calls))
+
+    async def work(self, ledger: Ledger, life: Life) -> None:
+        async def handle(context: Any, *, number: int, pad: str) -> None:
+            ledger.mark(number)
+            if self.handler == "io":
+                await asyncio.sleep(0.001)
+
+        await self.connect()
+        worker = Worker(self._queue, [("handle", handle)], concurrency=CONCURRENCY)
+        running = asyncio.create_task(worker.start())
+        await life.lived_through(running)
+        # A stop sends jobs back that are done and not yet acknowledged, and they run again.
+        while await self._queue.count("incomplete"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await worker.stop()
+        await running
+        await self.close()
+
+
+if __name__ == "__main__":
+    driver.main(Saq)

@@ -1,0 +1,188 @@
+"""Who is measured: where each peer's environment comes from, which server it needs, and how much work it is
+given. Sizes differ, as a slow peer would keep everybody waiting; rates do not depend on them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bench.launch import HOME, ROOT
+
+
+class NotInstalled(Exception):
+    """A peer cannot be measured here, and why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One peer. `workloads` beyond those that all take part in are named by the peer."""
+
+    name: str
+    title: str
+    service: Literal["postgres", "redis"]
+    requirements: tuple[str, ...] = ()
+    """Of its own environment; none: the environment that runs the benchmarks."""
+    python: tuple[int, int] = (3, 11)
+    is_node: bool = False
+    is_ceiling: bool = False
+    drain: int = 20_000
+    """Jobs of a round of no-op jobs."""
+    single: int = 2_000
+    """Jobs of a round of single enqueues, one after the other."""
+    takes: frozenset[str] = field(default_factory=frozenset)
+    """Optional workloads that it takes part in."""
+
+    @property
+    def home(self) -> Path:
+        return HOME / ("node" if self.is_node else f"venvs/{self.name}")
+
+    def command(self) -> list[str]:
+        """What starts its adapter."""
+        if self.is_node:
+            return [_require("node"), str(ROOT / "bench" / "adapters" / f"{self.name}.cjs")]
+        python = str(self.home / "bin" / "python") if self.requirements else sys.executable
+        return [python, "-m", f"bench.adapters.{self.name}"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"NODE_PATH": str(self.home / "node_modules")} if self.is_node else {}
+
+    def install(self) -> str:
+        """Make its environment unless it is there; gives the version of the peer."""
+        if not self.requirements:
+            return _version(sys.executable, "howdah")
+        stamp = self.home / "installed"
+        wanted = "\n".join(self.requirements)
+        if not stamp.exists() or stamp.read_text() != wanted:
+            (self._install_node if self.is_node else self._install_python)()
+            stamp.write_text(wanted)
+        return self.requirements[0].rpartition("@" if self.is_node else "=")[2]
+
+    def _install_python(self) -> None:
+        _run([_python(self.python), "-m", "venv", "--clear", str(self.home)])
+        pip = [str(self.home / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        _run([*pip, "--disable-pip-version-check", *self.requirements])
+
+    def _install_node(self) -> None:
+        _require("node")
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "package.json").write_text('{"private": true}\n')
+        options = ["--prefix", str(self.home), "--silent", "--no-audit", "--no-fund"]
+        _run([_require("npm"), "install", *options, *self.requirements])
+
+
+# The optional workloads are for the rivals that come near, lest everybody waits for the others.
+ON_POSTGRES = frozenset({"drain-io", "pickup-commit", "enqueue-transaction"})
+NEAR = frozenset({"pickup-loaded", "enqueue-16p"})
+EVERYTHING = ON_POSTGRES | NEAR | {"drain-thread", "drain-process", "steady", "progress"}
+UVLOOP = "uvloop==0.23.0"
+PSYCOPG = "psycopg[binary]==3.3.8"
+PEERS = [
+    Peer("howdah", "Howdah", "postgres", drain=60_000, takes=EVERYTHING),
+    Peer("bare", "bare asyncpg loop", "postgres", is_ceiling=True, drain=60_000),
+    Peer("pipelined", "bare loop, pipelined", "postgres", is_ceiling=True, drain=60_000),
+    Peer("pgbench", "pgbench, same statements", "postgres", is_ceiling=True, drain=60_000),
+    Peer(
+        "pgqueuer",
+        "PgQueuer",
+        "postgres",
+        ("pgqueuer[asyncpg]==1.6.0", UVLOOP),
+        drain=30_000,
+        takes=ON_POSTGRES | NEAR | {"steady"},
+    ),
+    Peer(
+        "graphile",
+        "Graphile Worker",
+        "postgres",
+        ("graphile-worker@0.18.0", "pg@8"),
+        is_node=True,
+        drain=60_000,
+        takes=ON_POSTGRES | NEAR | {"steady"},
+    ),
+    Peer(
+        "oban",
+        "oban-py",
+        "postgres",
+        ("oban==0.7.0", PSYCOPG, UVLOOP),
+        python=(3, 12),
+        drain=8_000,
+        takes=ON_POSTGRES,
+    ),
+    Peer(
+        "procrastinate",
+        "procrastinate",
+        "postgres",
+        ("procrastinate==3.10.0", PSYCOPG, UVLOOP),
+        drain=2_000,
+        takes=ON_POSTGRES,
+    ),
+    Peer(
+        "saq",
+        "SAQ",
+        "redis",
+        ("saq[redis,hiredis]==0.26.4", "typing-extensions", UVLOOP),
+        drain=6_000,
+        takes=NEAR | {"drain-io"},
+    ),
+    Peer(
+        "celery",
+        "Celery",
+        "redis",
+        ("celery[redis]==5.7.0",),
+        drain=4_000,
+        takes=frozenset({"drain-io"}),
+    ),
+]
+
+
+def find(names: list[str] | None) -> list[Peer]:
+    """The peers of these names, or all."""
+    known = {peer.name: peer for peer in PEERS}
+    unknown = set(names or ()) - set(known)
+    if unknown:
+        raise SystemExit(f"unknown peers: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    return [known[name] for name in names] if names else PEERS
+
+
+def _python(oldest: tuple[int, int]) -> str:
+    """This Python if it is new enough, else the newest that is: of the path, or of pyenv."""
+    if sys.version_info[:2] >= oldest:
+        return sys.executable
+    for minor in range(20, oldest[1] - 1, -1):
+        name = f"python3.{minor}"
+        found = [
+            shutil.which(name),
+            *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")),
+        ]
+        for path in filter(None, found):
+            said = subprocess.run(
+                [str(path), "-c", "import venv"], capture_output=True, check=False
+            )
+            if said.returncode == 0:
+                return str(path)
+    raise NotInstalled(f"it needs Python {oldest[0]}.{oldest[1]} or newer, and there is none")
+
+
+def _require(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        raise NotInstalled(f"{program} is not installed")
+    return found
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise NotInstalled(f"{Path(command[0]).name}: {' '.join(last)}")
+
+
+def _version(python: str, package: str) -> str:
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()

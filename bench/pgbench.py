@@ -1,0 +1,77 @@
+"""The second ceiling: pgbench runs the statements of Howdah's worker, so that no client but PostgreSQL's own
+is in the way. No handlers are executed here; what it claims and completes is counted in the tables."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench import workloads
+from bench.launch import AdapterError
+from howdah.worker_statements import WorkerStatements
+
+if TYPE_CHECKING:
+    from bench.peers import Peer
+    from bench.workloads import Figures, Stage
+
+BATCH = 1000
+SCRIPT = """\
+SELECT coalesce(array_agg(id), '{{}}') AS ids, coalesce(array_agg(lease_id), '{{}}') AS fences
+FROM ({claim}) AS claimed \\gset
+{complete};
+"""
+
+
+def script() -> str:
+    """Claim a batch and complete it, as the worker's own statements do."""
+    statements = WorkerStatements("howdah")
+    claim = statements.claim("", [], 0, None, [], False).text  # type: ignore[arg-type]
+    values = ["'pgbench'", "'{async}'", str(BATCH), "'30 s'", "'{default}'", "false"]
+    complete = statements.complete_jobs([], [], []).text
+    nothing = "array_fill(NULL::text, ARRAY[cardinality(:ids::uuid[])])"
+    acknowledged = [":ids", ":fences", nothing, "NULL", "false"]
+    return SCRIPT.format(claim=_fill(claim, values), complete=_fill(complete, acknowledged))
+
+
+def _fill(text: str, values: list[str]) -> str:
+    return re.sub(r"\$(\d)", lambda match: values[int(match[1]) - 1], text)
+
+
+def drain(stage: Stage, peer: Peer, jobs: int) -> Figures:
+    """Fill Howdah's tables, and let pgbench empty them."""
+    program = stage.postgres.program("pgbench")
+    if program is None:
+        raise AdapterError("pgbench is not installed")
+    stage.prepare(peer)
+    workloads.enqueue(stage, peer, jobs, handler="async")
+    stage.settle(peer)
+    with tempfile.NamedTemporaryFile("w", suffix=".sql") as file:
+        file.write(script())
+        file.flush()
+        turns = -(-jobs // BATCH)
+        environment = {**os.environ, **stage.postgres.environment, "PGDATABASE": "bench_pgbench"}
+        command = [
+            program,
+            "--no-vacuum",
+            "--protocol=prepared",
+            "--client=1",
+            f"--transactions={turns}",
+        ]
+        started = time.monotonic()
+        done = subprocess.run(
+            [*command, f"--file={Path(file.name)}"],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        taken = time.monotonic() - started
+    completed = stage.postgres.value(
+        "SELECT count(*) FROM howdah.jobs WHERE status = 'completed'", database="bench_pgbench"
+    )
+    if done.returncode != 0 or completed != jobs:
+        raise AdapterError(f"pgbench completed {completed:,} of {jobs:,}: {done.stderr[-400:]}")
+    told = re.search(r"tps = ([\d.]+)", done.stdout)  # without the time to connect
+    return {"jobs_per_second": jobs * float(told[1]) / turns if told else jobs / taken}

@@ -1,0 +1,230 @@
+"""Which workloads are run for whom, in which order: round by round, peer by peer, so that whatever else
+happens on the machine meets everybody alike."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bench import pgbench, workloads
+from bench.launch import AdapterError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from bench.peers import Peer
+    from bench.results import Results
+    from bench.workloads import Figures, Stage
+
+QUICK_PEERS = ("howdah", "pgqueuer", "bare", "pipelined", "pgbench")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The circumstances of a round: the scale of the whole run and what was measured before."""
+
+    stage: Stage
+    results: Results
+    scale: float
+    steady: float
+
+    def jobs(self, jobs: int) -> int:
+        return max(200, int(jobs * self.scale))
+
+
+Outcome = dict[str, "Figures"]  # workload → figures
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kind of work. One function may measure two kinds at once, as filling and draining."""
+
+    name: str
+    measure: Callable[[Run, Peer], Outcome]
+    optional: bool = False
+    """Only for peers that say they take part."""
+    ceilings: bool = False
+    only_howdah: bool = False
+    quick: bool = False
+    also: tuple[str, ...] = ()
+    """What else it records."""
+
+
+def _drain(run: Run, peer: Peer) -> Outcome:
+    if peer.name == "pgbench":
+        return {"drain-async": pgbench.drain(run.stage, peer, run.jobs(peer.drain))}
+    told = workloads.drain(run.stage, peer, run.jobs(peer.drain))
+    outcome = {"drain-async": told["drain"]}
+    if not peer.is_ceiling:
+        outcome["enqueue-bulk"] = told["fill"]
+    return outcome
+
+
+def _drain_as(handler: str, share: float) -> Callable[[Run, Peer], Outcome]:
+    def measure(run: Run, peer: Peer) -> Outcome:
+        jobs = run.jobs(int(peer.drain * share))
+        return {f"drain-{handler}": workloads.drain(run.stage, peer, jobs, handler)["drain"]}
+
+    return measure
+
+
+def _payload(size: int) -> Callable[[Run, Peer], Outcome]:
+    def measure(run: Run, peer: Peer) -> Outcome:
+        told = workloads.drain(run.stage, peer, run.jobs(peer.drain // 3), payload=size)
+        fill = {"enqueue_" + name: value for name, value in told["fill"].items()}
+        return {f"payload-{size}": told["drain"] | fill}
+
+    return measure
+
+
+def _pickup_idle(run: Run, peer: Peer) -> Outcome:
+    return {"pickup-idle": workloads.pickup(run.stage, peer, run.jobs(SAMPLES))}
+
+
+def _pickup_commit(run: Run, peer: Peer) -> Outcome:
+    figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), how="transaction")
+    return {"pickup-commit": figures}
+
+
+def _pickup_loaded(run: Run, peer: Peer) -> Outcome:
+    """Half of what this peer was seen to drain in this run."""
+    drained = run.results.summary("drain-async", peer.name, "jobs_per_second")
+    if drained is None:
+        raise AdapterError("no figure of a drain to take half of")
+    load = drained.median / 2
+    figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), load=load)
+    return {"pickup-loaded": figures | {"load_jobs_per_second": load}}
+
+
+def _enqueue(name: str, factor: float, how: str, **options: int) -> Workload:
+    def measure(run: Run, peer: Peer) -> Outcome:
+        run.stage.prepare(peer)
+        jobs = run.jobs(int(peer.single * factor))
+        return {name: workloads.enqueue(run.stage, peer, jobs, how, **options)}
+
+    return Workload(name, measure, optional=name in OPTIONAL, quick=name not in OPTIONAL)
+
+
+def _steady(run: Run, peer: Peer) -> Outcome:
+    return {"steady": workloads.steady(run.stage, peer, run.steady)}
+
+
+def _progress(run: Run, peer: Peer) -> Outcome:
+    jobs = run.jobs(1000)
+    figures = workloads.drain(run.stage, peer, jobs, "progress")["drain"]
+    reports = figures.pop("jobs_per_second") * workloads.REPORTS
+    return {"progress": figures | {"reports_per_second": reports}}
+
+
+SAMPLES = 2000
+OPTIONAL = {"enqueue-transaction", "enqueue-16p"}
+WORKLOADS = [
+    Workload("drain-async", _drain, ceilings=True, quick=True, also=("enqueue-bulk",)),
+    Workload("pickup-idle", _pickup_idle, quick=True),
+    Workload("pickup-commit", _pickup_commit, optional=True, quick=True),
+    _enqueue("enqueue-1", 1, "single", callers=1),
+    _enqueue("enqueue-64", 4, "single", callers=64),
+    _enqueue("enqueue-16p", 4, "single", callers=1, processes=16),
+    _enqueue("enqueue-transaction", 1, "transaction", callers=1),
+    Workload("drain-io", _drain_as("io", 0.5), optional=True),
+    Workload("drain-thread", _drain_as("thread", 0.5), optional=True),
+    Workload("drain-process", _drain_as("process", 0.1), optional=True),
+    Workload("pickup-loaded", _pickup_loaded, optional=True),
+    Workload("steady", _steady, optional=True),
+    *(Workload(f"payload-{size}", _payload(size), only_howdah=True) for size in (100, 1000, 5000)),
+    Workload("progress", _progress, optional=True),
+]
+
+
+def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Namespace) -> None:
+    """Run everything that was asked for."""
+    scale = options.scale * (0.25 if options.quick else 1.0)
+    chosen = tuple(options.only.split(",")) if options.only else ("",)
+    run = Run(stage, results, scale, options.steady)
+    for workload in WORKLOADS:
+        if not workload.name.startswith(chosen) or (options.quick and not workload.quick):
+            continue
+        for name in (workload.name, *workload.also):
+            results.forget(name)
+        taking_part = [peer for peer in peers if _takes_part(peer, workload)]
+        for number in range(1, options.rounds + 1):
+            for peer in list(taking_part):
+                if not _measure(run, workload, peer, number):
+                    taking_part.remove(peer)
+
+
+def _takes_part(peer: Peer, workload: Workload) -> bool:
+    if workload.only_howdah:
+        return peer.name == "howdah"
+    if peer.is_ceiling:
+        return workload.ceilings
+    return not workload.optional or workload.name in peer.takes
+
+
+def _measure(run: Run, workload: Workload, peer: Peer, number: int) -> bool:
+    """One round of one peer. One that breaks is left out of this workload, and said so."""
+    label = f"{workload.name:<20} {peer.name:<14} round {number}"
+    run.stage.show = lambda text: _line(f"{label}  {text}")
+    _line(label)
+    started = time.monotonic()
+    try:
+        outcome = workload.measure(run, peer)
+    except (AdapterError, AssertionError) as error:
+        _line("")
+        print(f"{_BACK}{label}  failed: {error}", flush=True)
+        if peer.name == "howdah":
+            raise
+        run.results.content.setdefault("skipped", {})[f"{peer.name}: {workload.name}"] = str(error)
+        return False
+    for name, figures in outcome.items():
+        run.results.record(name, peer.name, number, figures)
+    told = "  ".join(_figure(*item) for figures in outcome.values() for item in figures.items())
+    _line("")
+    print(f"{_BACK}{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)
+    return True
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{name} {value:,.0f}" if value >= 100 else f"{name} {value:.2f}"
+
+
+_BACK = "\r" if sys.stdout.isatty() else ""
+
+
+def _line(text: str) -> None:
+    """Live progress, for people who watch."""
+    if _BACK:
+        print(f"{_BACK}{text:<100}", end="", flush=True)
+
+
+def overview(results: Results) -> str:
+    """The ratios, for the terminal."""
+    lines = ["", "Medians, and Howdah's figure over each peer's in the same round:"]
+    for workload, figure in HEADLINES:
+        for peer in results.peers(workload):
+            found = results.summary(workload, peer, figure)
+            ratio = results.ratios(workload, "howdah", peer, figure)
+            if found is not None:
+                over = f"{ratio.median:7.2f} ×" if ratio and peer != "howdah" else ""
+                spread = f"[{found.low:,.2f} … {found.high:,.2f}]"
+                lines.append(
+                    f"  {workload:<14} {figure:<16} {peer:<14} {found.median:>10,.2f} {spread:<26} {over}"
+                )
+    return "\n".join(lines)
+
+
+HEADLINES = (
+    ("drain-async", "jobs_per_second"),
+    ("drain-async", "client_cpu_us"),
+    ("drain-async", "server_cpu_us"),
+    ("enqueue-bulk", "jobs_per_second"),
+    ("enqueue-bulk", "client_cpu_us"),
+    ("enqueue-bulk", "server_cpu_us"),
+    ("enqueue-1", "jobs_per_second"),
+    ("enqueue-64", "jobs_per_second"),
+    ("pickup-idle", "call_p50_ms"),
+    ("pickup-commit", "commit_p50_ms"),
+)

@@ -1,0 +1,356 @@
+"""Writes docs/benchmarks.md and its plots, from the results alone. No figure is written by hand.
+
+`python -m bench.report` writes them anew without measuring anything."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench import peers, plots
+from bench.launch import ROOT
+from bench.results import Results
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.results import Summary
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+PLOTS = ROOT / "docs" / "plots"
+TITLES = {peer.name: peer.title for peer in peers.PEERS}
+CEILINGS = {peer.name for peer in peers.PEERS if peer.is_ceiling}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure in a table: its heading, its name, its digits, and whether more of it is better."""
+
+    heading: str
+    figure: str
+    digits: int = 0
+
+
+JOBS = Column("jobs/s", "jobs_per_second")
+CPU = (
+    Column("client CPU, µs/job", "client_cpu_us"),
+    Column("server CPU, µs/job", "server_cpu_us"),
+)
+WAL = Column("WAL, bytes/job", "wal_bytes_per_job")
+CALL = tuple(
+    Column(f"{p}, ms", f"call_{n}_ms", 2)
+    for p, n in (("p50", "p50"), ("p99", "p99"), ("p99.9", "p999"))
+)
+COMMIT = tuple(Column(c.heading, c.figure.replace("call", "commit"), 2) for c in CALL)
+# workload: (title, what was done, columns, the figure of the plot if there is one)
+SECTIONS: dict[str, tuple[str, str, tuple[Column, ...], str]] = {
+    "drain-async": (
+        "No-op jobs",
+        "The queue is filled, then one worker process empties it: asynchronous handlers that do nothing but "
+        "count. The two bare loops and pgbench are ceilings: Howdah's own statements without its worker.",
+        (JOBS, *CPU, WAL),
+        "jobs_per_second",
+    ),
+    "drain-thread": ("No-op jobs in threads", "The same with `def` handlers.", (JOBS, *CPU), ""),
+    "drain-io": (
+        "Jobs that wait",
+        "Each handler waits for 1 ms, as for an answer from a network.",
+        (JOBS, *CPU),
+        "",
+    ),
+    "drain-process": (
+        "Jobs that compute",
+        "Each handler uses 1 ms of CPU, in the worker's processes.",
+        (JOBS, *CPU),
+        "",
+    ),
+    "pickup-idle": (
+        "Pick-up latency, idle",
+        "From the enqueue call in one process to the start of the handler in another, on a worker that waits.",
+        CALL,
+        "call_p50_ms",
+    ),
+    "pickup-commit": (
+        "Pick-up latency from COMMIT",
+        "The job is enqueued in a transaction of the caller's; from just before COMMIT is sent.",
+        COMMIT,
+        "commit_p50_ms",
+    ),
+    "pickup-loaded": (
+        "Pick-up latency at half load",
+        "While other jobs arrive at half the rate that this peer drained above.",
+        (*CALL, Column("other jobs/s", "load_jobs_per_second")),
+        "",
+    ),
+    "enqueue-bulk": (
+        "Enqueueing in bulk",
+        "Batches of 1,000 where the peer has a bulk call, else as it is best done.",
+        (JOBS, *CPU, WAL),
+        "jobs_per_second",
+    ),
+    "enqueue-1": ("Single enqueues, one caller", "One after the other.", (JOBS, *CPU, WAL), ""),
+    "enqueue-64": (
+        "Single enqueues, 64 callers at once",
+        "In one process; each waits until its own job is durable.",
+        (JOBS, *CPU, WAL),
+        "jobs_per_second",
+    ),
+    "enqueue-16p": ("Single enqueues, 16 processes", "One caller in each.", (JOBS, WAL), ""),
+    "enqueue-transaction": (
+        "Enqueues in a transaction",
+        "One caller: BEGIN, enqueue, COMMIT.",
+        (JOBS, WAL),
+        "",
+    ),
+    "steady": (
+        "Steady state",
+        "One process enqueues, another works, with about 5,000 jobs waiting. Sizes are those at the end; "
+        "Howdah and PgQueuer keep history, Graphile Worker does not.",
+        (
+            JOBS,
+            Column("server CPU, µs/job", "server_cpu_us"),
+            Column("worker CPU, µs/job", "worker_cpu_us"),
+            Column("producer CPU, µs/job", "producer_cpu_us"),
+            WAL,
+            Column("jobs in all", "jobs"),
+            Column("tables, bytes", "table_bytes"),
+            Column("indexes, bytes", "index_bytes"),
+        ),
+        "",
+    ),
+    "progress": (
+        "Progress reports",
+        "Jobs that report their progress 100 times each.",
+        (Column("reports/s", "reports_per_second"), *CPU),
+        "",
+    ),
+}
+PAYLOADS = (100, 1000, 5000)
+
+
+def write(results: Results) -> None:
+    """Write the page and the plots."""
+    PLOTS.mkdir(exist_ok=True)
+    for old in PLOTS.glob("*.svg"):
+        old.unlink()
+    parts = [
+        "# Benchmarks",
+        "Howdah and its peers doing the same work on the same machine in one run. Written by `make bench` from "
+        "`bench/results.json`, which has every round; not by hand.",
+        _method(results.content),
+        _machine(results.content),
+        _bars(results),
+        *(_section(results, name) for name in SECTIONS),
+        _payloads(results),
+        _growth(results),
+        _settings(),
+    ]
+    PAGE.write_text("\n\n".join(part.strip() for part in parts if part) + "\n")
+
+
+def _method(content: dict[str, Any]) -> str:
+    twice = sorted({TITLES[r["peer"]] for r in content["rounds"] if r["figures"].get("repeated")})
+    again = f" In this run a few jobs of {' and '.join(twice)} ran again." if twice else ""
+    skipped = "".join(
+        f"\n- Not measured: {name}: {why}" for name, why in content.get("skipped", {}).items()
+    )
+    return (
+        "- Rounds are interleaved: every peer once, then every peer again. Figures are medians of the rounds, "
+        "with the lowest and the highest in brackets. Ratios are taken round by round.\n"
+        "- Every handler really runs and is counted. A job that never ran is an error; one that ran twice is an "
+        f"error of Howdah's, and told of peers.{again}\n"
+        "- Rates go from the first start of a handler to the last; starting a process is not counted.\n"
+        "- Every round of Howdah asserts `fsync=on`, `synchronous_commit=on` where jobs are enqueued and where "
+        "they are acknowledged, a row of history for every job, and a stale acknowledgement refused.\n"
+        "- Client and server share the cores of the machine, as nothing else does. Compare figures within "
+        "a run, not between machines." + skipped
+    )
+
+
+def _machine(content: dict[str, Any]) -> str:
+    machine = content.get("machine", {})
+    postgres = dict(content.get("postgres", {}))
+    redis = dict(content.get("redis", {}))
+    rows = [
+        (
+            "Machine",
+            f"{machine.get('cores')} cores, {machine.get('processor')}, {machine.get('memory_gib')} GiB",
+        ),
+        ("System", f"{machine.get('system')}, Python {machine.get('python')}"),
+        (
+            "Measured on",
+            f"{machine.get('measured_on')}, load before the run {machine.get('load_before')}",
+        ),
+        ("PostgreSQL", f"{postgres.pop('version', '?')}: {_options(postgres)}"),
+    ]
+    if redis:
+        rows.append(("Redis", f"{redis.pop('version', '?')}: {_options(redis)}"))
+    versions = content.get("versions", {})
+    told = ", ".join(f"{TITLES[n]} {v}" for n, v in versions.items() if n not in CEILINGS)
+    rows.append(("Versions", told))
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _options(settings: dict[str, str]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in settings.items())
+
+
+# ── what was to be reached ────────────────────────────────────────────────────────────────────────
+
+BARS = (
+    ("no-op jobs, over Graphile Worker", "drain-async", "jobs_per_second", "graphile", ">=", 3.0),
+    ("no-op jobs, over PgQueuer", "drain-async", "jobs_per_second", "pgqueuer", ">=", 4.0),
+    ("no-op jobs, over Celery", "drain-async", "jobs_per_second", "celery", ">=", 20.0),
+    ("no-op jobs, over the bare loop", "drain-async", "jobs_per_second", "bare", ">=", 0.7),
+    ("pick-up p50 from the call, over the best peer", "pickup-idle", "call_p50_ms", "", "<=", 0.6),
+    ("bulk enqueues, over the best peer", "enqueue-bulk", "jobs_per_second", "", ">=", 3.0),
+    ("64 callers at once, over the best peer", "enqueue-64", "jobs_per_second", "", ">=", 5.0),
+)
+
+
+def _bars(results: Results) -> str:
+    """Every goal, and whether this run reached it."""
+    lines = ["## Goals", "", "| | goal | measured | |", "|---|---|---|---|"]
+    for label, workload, figure, named, sign, goal in BARS:
+        other = named or best_peer(results, workload, figure)
+        ratio = results.ratios(workload, "howdah", other, figure) if other else None
+        if other is None or ratio is None:
+            continue
+        told = f"{label} ({TITLES[other]})" if not named else label
+        spread = f"{ratio.median:.2f} × [{ratio.low:.2f} … {ratio.high:.2f}]"
+        reached = ratio.median >= goal if sign == ">=" else ratio.median <= goal
+        lines.append(f"| {told} | {sign} {goal:g} × | {spread} | {_verdict(reached)} |")
+    commit = results.summary("pickup-commit", "howdah", "commit_p50_ms")
+    if commit is not None:
+        spread = f"{commit.median:.2f} ms [{commit.low:.2f} … {commit.high:.2f}]"
+        lines.append(
+            f"| pick-up p50 from COMMIT | < 1 ms | {spread} | {_verdict(commit.median < 1)} |"
+        )
+    return "\n".join(lines)
+
+
+def _verdict(reached: bool) -> str:
+    return "reached" if reached else "**missed**"
+
+
+def best_peer(results: Results, workload: str, figure: str) -> str | None:
+    """Who did best, Howdah and the ceilings aside."""
+    found = {
+        peer: summary.median
+        for peer in results.peers(workload)
+        if peer != "howdah"
+        and peer not in CEILINGS
+        and (summary := results.summary(workload, peer, figure)) is not None
+    }
+    choose = min if figure.endswith("_ms") else max
+    return choose(found, key=lambda peer: found[peer]) if found else None
+
+
+# ── tables and plots ──────────────────────────────────────────────────────────────────────────────
+
+
+def _section(results: Results, workload: str) -> str:
+    title, text, columns, plot = SECTIONS[workload]
+    entries = _ranked(results, workload, columns[0].figure)
+    if not entries:
+        return ""
+    parts = [f"## {title}", text]
+    if plot:
+        name = f"{workload}.svg"
+        unit = "ms, less is better" if plot.endswith("_ms") else "a second"
+        (PLOTS / name).write_text(plots.bars(title, unit, _chart(results, workload, plot, entries)))
+        parts.append(f"![{title}](plots/{name})")
+    head = " | ".join(["", *(column.heading for column in columns), "Howdah over it"])
+    lines = [f"|{head} |", "|---" + "|---:" * (len(columns) + 1) + "|"]
+    for peer in entries:
+        cells = [_cell(results.summary(workload, peer, c.figure), c.digits) for c in columns]
+        ratio = results.ratios(workload, "howdah", peer, columns[0].figure)
+        over = f"{ratio.median:.2f} ×" if ratio and peer != "howdah" else ""
+        lines.append(f"| {TITLES[peer]} | {' | '.join([*cells, over])} |")
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def _ranked(results: Results, workload: str, figure: str) -> list[str]:
+    found = {
+        p: s.median for p in results.peers(workload) if (s := results.summary(workload, p, figure))
+    }
+    return sorted(found, key=lambda peer: found[peer], reverse=not figure.endswith("_ms"))
+
+
+def _chart(results: Results, workload: str, figure: str, entries: list[str]) -> list[plots.Bar]:
+    drawn = []
+    for peer in entries:
+        found = results.summary(workload, peer, figure)
+        if found is not None:
+            colour = plots.THEIRS
+            if peer == "howdah":
+                colour = plots.OURS
+            elif peer in CEILINGS:
+                colour = plots.CEILING
+            drawn.append(plots.Bar(TITLES[peer], found.median, found.low, found.high, colour))
+    return drawn
+
+
+def _cell(found: Summary | None, digits: int) -> str:
+    if found is None:
+        return "–"
+    if found.rounds == 1:
+        return f"{found.median:,.{digits}f}"
+    return f"{found.median:,.{digits}f} [{found.low:,.{digits}f} … {found.high:,.{digits}f}]"
+
+
+def _payloads(results: Results) -> str:
+    columns = (
+        JOBS,
+        Column("enqueued in bulk, jobs/s", "enqueue_jobs_per_second"),
+        *CPU,
+        WAL,
+        Column("WAL of an enqueue, bytes/job", "enqueue_wal_bytes_per_job"),
+    )
+    head = " | ".join(["", *(column.heading for column in columns)])
+    lines = [f"|{head} |", "|---" + "|---:" * len(columns) + "|"]
+    for size in PAYLOADS:
+        cells = [
+            _cell(results.summary(f"payload-{size}", "howdah", c.figure), c.digits) for c in columns
+        ]
+        if any(cell != "–" for cell in cells):
+            lines.append(f"| {size:,} bytes | {' | '.join(cells)} |")
+    text = "Howdah alone: what larger arguments cost."
+    return "\n\n".join(["## Payloads", text, "\n".join(lines)]) if len(lines) > 2 else ""
+
+
+def _growth(results: Results) -> str:
+    """The chapter on growth, where it is there and was measured."""
+    if importlib.util.find_spec("bench.growth_report") is None:
+        return ""
+    growth = importlib.import_module("bench.growth_report")
+    for name, drawing in growth.plots(results).items():
+        (PLOTS / name).write_text(drawing)
+    return str(growth.chapter(results))
+
+
+def _settings() -> str:
+    """How each peer was set up, in the words of its adapter."""
+    parts = ["## How each peer is set up"]
+    for peer in peers.PEERS:
+        path = ROOT / "bench" / "adapters" / f"{peer.name}.{'cjs' if peer.is_node else 'py'}"
+        parts.append(f"### {peer.title}\n\n{_header(path)}")
+    return "\n\n".join(parts)
+
+
+def _header(path: Path) -> str:
+    text = path.read_text()
+    if path.suffix == ".py":
+        return text.split('"""')[1].strip()
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("//"):
+            break
+        lines.append(line.removeprefix("//").strip())
+    return "\n".join(lines).strip()
+
+
+if __name__ == "__main__":
+    write(Results())

@@ -1,0 +1,126 @@
+"""Rounds as they were measured, and the medians and spreads of them. Every figure of the report comes from
+`bench/results.json`, which this writes after each round.
+
+    {"howdah": {…}, "machine": {…}, "postgres": {…}, "redis": {…}, "versions": {…}, "skipped": {…},
+     "rounds": [{"workload": …, "peer": …, "round": 1, "figures": {"jobs_per_second": 1.0}, "facts": {…}}]}
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results.json"
+# The figures that other pages quote: where they are among the rounds of Howdah.
+SUMMARY = {
+    "jobs_per_second": ("drain-async", "jobs_per_second"),
+    "pickup_p50_ms": ("pickup-idle", "call_p50_ms"),
+    "commit_p50_ms": ("pickup-commit", "commit_p50_ms"),
+    "bulk_enqueues_per_second": ("enqueue-bulk", "jobs_per_second"),
+    "concurrent_enqueues_per_second": ("enqueue-64", "jobs_per_second"),
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the rounds of one figure come to."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+class Results:
+    """All that was measured, in a file. A workload that is run again replaces its older rounds."""
+
+    def __init__(self, path: Path = RESULTS) -> None:
+        self.path = path
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.content.setdefault("rounds", [])
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        rounds: list[dict[str, Any]] = self.content["rounds"]
+        return rounds
+
+    def describe(self, **facts: Any) -> None:
+        """Set facts of the whole run: machine, versions, settings, what was skipped."""
+        self.content.update(facts)
+
+    def forget(self, workload: str) -> None:
+        """Drop the rounds of a workload, and of its parts: `a` has the parts `a-b` and `a-c`."""
+        kept = [r for r in self.rounds if not f"{r['workload']}-".startswith(f"{workload}-")]
+        self.content["rounds"] = kept
+
+    def record(
+        self,
+        workload: str,
+        peer: str,
+        number: int,
+        figures: dict[str, float],
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """Add one round and save."""
+        self.rounds.append(
+            {
+                "workload": workload,
+                "peer": peer,
+                "round": number,
+                "figures": figures,
+                "facts": facts or {},
+            }
+        )
+        self.save()
+
+    def peers(self, workload: str) -> list[str]:
+        """Who took part, in the order in which they did."""
+        return list(dict.fromkeys(r["peer"] for r in self.rounds if r["workload"] == workload))
+
+    def values(self, workload: str, peer: str, figure: str) -> list[float]:
+        return [
+            r["figures"][figure]
+            for r in self.rounds
+            if (r["workload"], r["peer"]) == (workload, peer) and figure in r["figures"]
+        ]
+
+    def summary(self, workload: str, peer: str, figure: str) -> Summary | None:
+        """Median and spread of a figure, if it was measured."""
+        values = self.values(workload, peer, figure)
+        if not values:
+            return None
+        return Summary(statistics.median(values), min(values), max(values), len(values))
+
+    def ratios(self, workload: str, peer: str, other: str, figure: str) -> Summary | None:
+        """The peer's figure over the other's, taken round by round: neighbours in time."""
+        pairs = list(
+            zip(
+                self.values(workload, peer, figure),
+                self.values(workload, other, figure),
+                strict=False,
+            )
+        )
+        ratios = [mine / theirs for mine, theirs in pairs if theirs]
+        if not ratios:
+            return None
+        return Summary(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+    def save(self) -> None:
+        quoted = {}
+        for name, (workload, figure) in SUMMARY.items():
+            found = self.summary(workload, "howdah", figure)
+            if found is not None:
+                quoted[name] = round(found.median, 3)
+        self.content = {"howdah": quoted} | {
+            key: value for key, value in self.content.items() if key != "howdah"
+        }
+        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that so much of the sample does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

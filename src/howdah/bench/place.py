@@ -1,0 +1,77 @@
+"""The schema that a measurement has to itself: made at the start, dropped at the end whatever happens.
+What a run that was killed left behind is dropped by the next one, an hour later at the earliest."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from howdah import migrate
+from howdah.errors import HowdahError
+from howdah.statements import quote_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PREFIX = "howdah_bench_"
+ABANDONED = 3600  # seconds; no measurement takes as long
+
+
+@contextlib.contextmanager
+def borrowed_schema(connect: Callable[[], psycopg.Connection[Any]]) -> Iterator[str]:
+    """A schema of the newest version under a name of its own."""
+    with connect() as conn:
+        (now,) = _one(conn, "SELECT extract(epoch FROM clock_timestamp())::bigint")
+        _drop_abandoned(conn, now)
+        schema = f"{PREFIX}{now:08x}_{secrets.token_hex(3)}"
+        try:
+            migrate.migrate(conn, schema)
+        except psycopg.Error as error:
+            _drop(connect, schema)
+            raise HowdahError(
+                f"the database refused to make a schema to measure in: {_reason(error)}. It takes a "
+                "role with the right to create schemas: GRANT CREATE ON DATABASE … TO …."
+            ) from error
+        except BaseException:
+            _drop(connect, schema)
+            raise
+    try:
+        yield schema
+    finally:
+        _drop(connect, schema)
+
+
+def _drop(connect: Callable[[], psycopg.Connection[Any]], schema: str) -> None:
+    # On a connection of its own: the one that made it may be what broke.
+    try:
+        with connect() as conn:
+            conn.execute(f"DROP SCHEMA IF EXISTS {quote_schema(schema)} CASCADE".encode())
+    except (psycopg.Error, HowdahError) as error:
+        raise HowdahError(
+            f'schema "{schema}" could not be removed: {_reason(error)}. When the database answers '
+            f"again: DROP SCHEMA {schema} CASCADE;"
+        ) from error
+
+
+def _drop_abandoned(conn: psycopg.Connection[Any], now: int) -> None:
+    rows = conn.execute(
+        f"SELECT nspname FROM pg_namespace WHERE nspname ~ '^{PREFIX}[0-9a-f]{{8}}_[0-9a-f]{{6}}$' "
+        "AND pg_has_role(nspowner, 'MEMBER')".encode()
+    ).fetchall()
+    for (name,) in rows:
+        if now - int(name.removeprefix(PREFIX)[:8], 16) > ABANDONED:
+            conn.execute(f"DROP SCHEMA IF EXISTS {quote_schema(name)} CASCADE".encode())
+
+
+def _one(conn: psycopg.Connection[Any], text: str) -> tuple[Any, ...]:
+    row = conn.execute(text.encode()).fetchone()
+    assert row is not None  # noqa: S101 - an aggregate or a constant
+    return tuple(row)
+
+
+def _reason(error: Exception) -> str:
+    primary = error.diag.message_primary if isinstance(error, psycopg.Error) else None
+    return (primary or str(error)).strip().rstrip(".")

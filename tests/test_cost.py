@@ -1,0 +1,184 @@
+"""What a job costs, in things that can be counted and are the same on every machine: statements, round
+trips, bytes of WAL, and pages looked at. Seconds are the benchmarks' business.
+
+Each bar stands beside what was measured when it was set. A change that needs a higher one should say why."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from counting import CountingProxy
+from howdah import App, JobQueue, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+
+    from howdah.embedded import EmbeddedServer
+
+DATA = {"path": "a.png", "width": 400}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What statements of one kind cost together, those that they called included."""
+
+    calls: int
+    wal: int
+    images: int
+    buffers: int
+
+
+class Meter:
+    """Reads pg_stat_statements, for one database."""
+
+    def __init__(self, conn: psycopg.Connection[Any]) -> None:
+        self._conn = conn
+        conn.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
+
+    def reset(self) -> None:
+        self._conn.execute("SELECT pg_stat_statements_reset()")
+
+    def cost(self, like: str = "%") -> Cost:
+        row = self._conn.execute(
+            "SELECT coalesce(sum(calls), 0)::bigint, coalesce(sum(wal_bytes), 0)::bigint, "
+            "coalesce(sum(wal_fpi), 0)::bigint, "
+            "coalesce(sum(shared_blks_hit + shared_blks_read), 0)::bigint "
+            "FROM pg_stat_statements JOIN pg_database ON oid = dbid "
+            "WHERE datname = current_database() AND toplevel AND query LIKE %s "
+            "AND query NOT LIKE '%%pg_stat_statements%%'",
+            (like,),
+        ).fetchone()
+        assert row is not None
+        return Cost(calls=row[0], wal=row[1], images=row[2], buffers=row[3])
+
+    def redo(self) -> str:
+        row = self._conn.execute("SELECT redo_lsn::text FROM pg_control_checkpoint()").fetchone()
+        assert row is not None
+        return str(row[0])
+
+
+@pytest.fixture
+def meter(connect: Callable[..., psycopg.Connection[Any]]) -> Meter:
+    return Meter(connect())
+
+
+@pytest.fixture
+def proxy(server: EmbeddedServer) -> Iterator[CountingProxy]:
+    proxy = CountingProxy(server.socket_directory / ".s.PGSQL.5432")
+    yield proxy
+    proxy.close()
+
+
+# ── a worker ──────────────────────────────────────────────────────────────────────────────────────
+
+WORKED = 20_000
+
+
+async def test_a_worker_needs_few_statements_and_one_round_trip_for_each(
+    database: str, meter: Meter, proxy: CountingProxy
+) -> None:
+    app = App(proxy.url(conninfo_to_dict(database)["dbname"]))
+    left = WORKED
+    done = asyncio.Event()
+
+    @app.task
+    async def resize(path: str, width: int) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            done.set()
+
+    app.queue.enqueue_many([("resize", DATA)] * WORKED)
+    app.close()
+    worker = Worker(app)
+    meter.reset()
+    before = proxy.round_trips
+    running = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(60):
+            await done.wait()
+    finally:
+        worker.stop()
+        await running
+    round_trips = proxy.round_trips - before
+    claims, completions = (
+        meter.cost("%claim_job_batch(%").calls,
+        meter.cost("%complete_jobs(%").calls,
+    )
+    told = f"{claims} claims, {completions} completions, {round_trips} round trips"
+    # 30 claims and 36 completions. Batches are as large as what ends in 0.2 s and what piles up during a
+    # statement, so a slow machine needs more; one that is ten times slower stays below the bar.
+    assert 0 < claims <= WORKED / 50, told
+    assert 0 < completions <= WORKED / 50, told
+    # No transactions around single statements, and none that is prepared twice: beyond one round trip for
+    # each statement there were 31, most of them to prepare one on a connection.
+    assert claims + completions <= round_trips <= meter.cost().calls + 50, told
+    assert meter.cost("BEGIN%").calls == 0
+
+
+# ── one operation ─────────────────────────────────────────────────────────────────────────────────
+
+JOBS = 2_000
+BATCH = 100
+
+
+def measured(queue: JobQueue, meter: Meter) -> dict[str, Cost]:
+    """Enqueue, claim and complete once to warm the pages up, and again to count. A checkpoint in between
+    would have whole pages written once more: then the count is taken again."""
+    for _ in range(5):
+        redo = meter.redo()
+        for _ in range(2):
+            meter.reset()
+            queue.enqueue_many([("resize", DATA)] * JOBS)
+            while jobs := queue.claim(["resize"], batch_size=BATCH):
+                queue.complete(jobs)
+        costs = {
+            name: meter.cost(f"%{name}(%")
+            for name in ("enqueue_jobs", "claim_job_batch", "complete_jobs")
+        }
+        if meter.redo() == redo:
+            return costs
+    raise AssertionError("there is a checkpoint in every moment")
+
+
+def test_what_a_job_writes_and_reads(queue: JobQueue, meter: Meter) -> None:
+    costs = measured(queue, meter)
+    assert [cost.calls for cost in costs.values()] == [1, JOBS / BATCH + 1, JOBS / BATCH]
+    assert sum(cost.images for cost in costs.values()) <= 5, "pages that were not touched before"
+    wal = {name: cost.wal / JOBS for name, cost in costs.items()}
+    assert 0 < wal["enqueue_jobs"] <= 480, wal  # 437 bytes of WAL a job
+    assert 0 < wal["claim_job_batch"] <= 550, wal  # 488 to 506
+    assert 0 < wal["complete_jobs"] <= 490, wal  # 443
+    buffers = {name: cost.buffers / JOBS for name, cost in costs.items()}
+    assert 0 < buffers["enqueue_jobs"] <= 11, buffers  # 9.1 pages a job
+    assert 0 < buffers["claim_job_batch"] <= 11.5, buffers  # 9.1
+    assert 0 < buffers["complete_jobs"] <= 7.5, buffers  # 6.3
+
+
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_a_claim_reads_as_much_of_a_small_queue_as_of_a_large_one(
+    queue: JobQueue, meter: Meter, batch: int
+) -> None:
+    def claims() -> float:
+        meter.reset()
+        for _ in range(10):
+            queue.complete(queue.claim(["resize"], batch_size=batch))
+        return meter.cost("%claim_job_batch(%").buffers / 10
+
+    queue.enqueue_many([("resize", DATA)] * 2_000)
+    small = claims()
+    queue.enqueue_many([("resize", DATA)] * 100_000)
+    queue.enqueue_many([{"job_type": "resize", "delay": 3600}] * 10_000)
+    queue.enqueue_many([{"job_type": "resize", "ordering_key": "one"}] * 2_000)
+    queue.enqueue_many([("other", DATA)] * 10_000)
+    large = claims()
+    # Single claims: 37 pages, then 22; of a hundred jobs: 809, then 967. An index may become a level deeper.
+    assert 0 < small <= (60 if batch == 1 else 1_200), (small, large)
+    assert large <= 1.25 * small + 8, (small, large)

@@ -1,0 +1,119 @@
+"""The benchmarks of growth: what they fill queues with, and what they say about the figures."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import psycopg
+import pytest
+from bench import filling, growth, growth_report
+from bench.filling import Filler
+from bench.results import Results
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from howdah.embedded import EmbeddedServer
+
+
+class Postgres:
+    """The tests' server, as the benchmarks see theirs."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self._server = server
+
+    def url(self, database: str) -> str:
+        return self._server.url.replace("/howdah?", f"/{database}?")
+
+    def query(self, sql: str, *parameters: Any, database: str) -> list[Any]:
+        async def run() -> list[Any]:
+            connection = await asyncpg.connect(self.url(database))
+            try:
+                return list(await connection.fetch(sql, *parameters))
+            finally:
+                await connection.close()
+
+        return asyncio.run(run())
+
+    def value(self, sql: str, *parameters: Any, database: str) -> Any:
+        return self.query(sql, *parameters, database=database)[0][0]
+
+
+@pytest.fixture
+def place(server: EmbeddedServer, database: str) -> tuple[Any, str]:
+    return Postgres(server), psycopg.conninfo.conninfo_to_dict(database)["dbname"]
+
+
+def test_filling_leaves_what_the_functions_leave(place: tuple[Any, str]) -> None:
+    Filler(*place).check()
+
+
+@pytest.mark.parametrize(
+    ("statement", "right", "wrong"),
+    [
+        ("BLOCKED", "(n >= $4)::int", "0"),
+        ("SCHEDULED", "interval '1 day'", "interval '0'"),
+        ("FINISHED", "'7 days'", "'8 days'"),
+        ("PENDING", "'number', n", "'number', n + 1"),
+    ],
+)
+def test_filling_that_leaves_something_else_is_found_out(
+    place: tuple[Any, str],
+    monkeypatch: pytest.MonkeyPatch,
+    statement: str,
+    right: str,
+    wrong: str,
+) -> None:
+    text = getattr(filling, statement)
+    assert right in text
+    monkeypatch.setattr(filling, statement, text.replace(right, wrong))
+    with pytest.raises(AssertionError, match="the functions leave"):
+        Filler(*place).check()
+
+
+def test_jobs_that_came_and_went_behind_an_open_transaction_are_counted(
+    place: tuple[Any, str],
+) -> None:
+    postgres, database = place
+    Filler(postgres, database).pending("async", 0, 3000)
+    with filling.held_transaction(postgres, database):
+        assert filling.dead_entries(postgres, "howdah", database) == 0
+        filling.burn(postgres, "howdah", database, 2500, "async")
+        assert filling.dead_entries(postgres, "howdah", database) == 2500
+    assert postgres.value("SELECT count(*) FROM howdah.live_jobs", database=database) == 500
+    assert postgres.value("SELECT count(*) FROM howdah.finished_jobs", database=database) == 2500
+
+
+# ── the chapter ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_rounds_there_is_no_chapter(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    assert growth_report.chapter(results) == ""
+    assert growth_report.plots(results) == {}
+
+
+def test_the_chapter_holds_figures_against_the_bars(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for number, p99 in enumerate((3.0, 5.0, 4.0), 1):
+        results.record("growth-full-base", "howdah", number, {"claim_p99_ms": 2.0})
+        results.record("growth-full", "howdah", number, {"claim_p99_ms": p99})
+        for state, rate in (
+            ("0", 700.0),
+            ("1000000-free", 1000.0 * number),
+            ("1000000", 900.0 * number),
+        ):
+            for peer, share in (("howdah", 1), ("pgqueuer", 2)):
+                told = {"jobs_per_second": rate / share}
+                results.record(f"growth-held-{state}", peer, number, told)
+    text = growth_report.chapter(results)
+    assert "| 4.00 [3.00 … 5.00] |" in text
+    assert "in the same rounds: **2.00 ×** (bar: at most 2)" in text
+    assert "Howdah with 1M over its twin: **0.90 ×** (bar: at least 0.8)" in text
+    assert "PgQueuer with 1M over its twin: **0.90 ×**." in text
+    assert "Idle workers" not in text
+    drawn = growth_report.plots(results)["growth-held.svg"]
+    assert drawn.count("<polyline") == 2
+    assert len(growth.DEAD) == 4
