@@ -82,7 +82,7 @@ EVERYTHING = ON_POSTGRES | NEAR | {"drain-thread", "drain-process", "steady", "p
 UVLOOP = "uvloop==0.23.0"
 PSYCOPG = "psycopg[binary]==3.3.8"
 PEERS = [
-    Peer("howdah", "Howdah", "postgres", drain=60_000, takes=EVERYTHING),
+    Peer("howdah", "Howdah", "postgres", drain=60_000, single=4_000, takes=EVERYTHING),
     Peer("bare", "bare asyncpg loop", "postgres", is_ceiling=True, drain=60_000),
     Peer("pipelined", "bare loop, pipelined", "postgres", is_ceiling=True, drain=60_000),
     Peer("pgbench", "pgbench, same statements", "postgres", is_ceiling=True, drain=60_000),

@@ -164,8 +164,8 @@ def _method(content: dict[str, Any]) -> str:
         "- Rates go from the first start of a handler to the last; starting a process is not counted.\n"
         "- Every round of Howdah asserts `fsync=on`, `synchronous_commit=on` where jobs are enqueued and where "
         "they are acknowledged, a row of history for every job, and a stale acknowledgement refused.\n"
-        "- Client and server share the cores of the machine, as nothing else does. Compare figures within "
-        "a run, not between machines." + skipped
+        "- Client and server share the cores of one machine. Compare figures within a run, not between "
+        "machines." + skipped
     )
 
 
