@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHANNELS = ("wake", "cancel", "job")
-PROBE_PERIOD = 5.0
+PING_PERIOD = 5.0
+PROBE_PERIOD = 60.0  # while they succeed: each notification wakes every listener of the database
 PROBE_TIMEOUT = 3.0
 
 
@@ -86,19 +87,30 @@ class Listener:
             self.connected.set()
             for channel in CHANNELS:
                 self._call(channel, "")
+            probe_at = 0.0
             while not conn.is_closed():
-                self._heard.clear()
-                await conn.execute(f"NOTIFY {self._quoted_ping}")
-                try:
-                    await asyncio.wait_for(self._heard.wait(), PROBE_TIMEOUT)
-                    self.healthy = True
-                except TimeoutError:
-                    self.healthy = False
+                if time.monotonic() >= probe_at:
+                    await self._probe(conn)
+                    period = PROBE_PERIOD if self.healthy else PING_PERIOD
+                    probe_at = time.monotonic() + period
+                else:
+                    await conn.execute(
+                        "SELECT 1"
+                    )  # a connection that is cut off fails here, in time
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), PROBE_PERIOD)
+                    await asyncio.wait_for(ended.wait(), PING_PERIOD)
         finally:
             # Not close(): that would wait for a server that may be gone.
             conn.terminate()
+
+    async def _probe(self, conn: Any) -> None:
+        self._heard.clear()
+        await conn.execute(f"NOTIFY {self._quoted_ping}")
+        try:
+            await asyncio.wait_for(self._heard.wait(), PROBE_TIMEOUT)
+            self.healthy = True
+        except TimeoutError:
+            self.healthy = False
 
     def _tell(self, conn: Any, pid: int, channel: str, payload: str) -> None:
         if channel == self._ping:

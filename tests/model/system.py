@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -266,12 +266,15 @@ class System:
             if answer:
                 reference.claim(client, answer, rows[0]["lease_id"], started=started)
             if moves_head:
-                self._heads_moved_up({lane: seen - MARGIN for lane, seen, _ in lanes})
+                latest = (
+                    rows[0]["claimed_at"] - MARGIN if rows else datetime.min.replace(tzinfo=UTC)
+                )
+                self._heads_moved_up({lane: min(seen, latest) for lane, seen, _ in lanes})
                 if lanes and lanes[0][2]:
                     lane, seen, _ = lanes[0]
                     heads = [head for row, head in self._lane_rows().items() if row[0] == lane]
                     must(
-                        any(head is not None and head >= seen - MARGIN for head in heads),
+                        any(head is not None and head >= min(seen, latest) for head in heads),
                         "a claim that draws the lot moves the head up to what it saw",
                     )
         claims = [Claim(row["id"], row["lease_id"]) for row in rows]
@@ -279,7 +282,7 @@ class System:
         return claims
 
     def _heads_moved_up(self, margins: Heads) -> None:
-        """A claim moves heads to a margin below what it saw, and never down."""
+        """A claim moves heads to what it saw, or to a margin behind the clock, and never down."""
         for row, head in self._lane_rows().items():
             was, to = self._rows_before[row], margins.get(row[0])
             up = head == to and head is not None and (was is None or was < head)

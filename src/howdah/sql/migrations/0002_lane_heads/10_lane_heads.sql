@@ -5,8 +5,9 @@
 ALTER TABLE lanes ADD COLUMN head_at timestamptz NOT NULL DEFAULT '-infinity';
 ALTER TABLE maintenance ADD COLUMN reached timestamptz NOT NULL DEFAULT '-infinity';
 
--- How far a head stays behind what was seen, for enqueues that are under way. One that takes longer
--- is announced with its due time, and found by the sweep in any case.
+-- How far a head stays behind the clock, for enqueues that are under way: what they add is due when
+-- they began at the earliest. One that takes longer is announced with its due time, and found by the
+-- sweep in any case.
 CREATE FUNCTION head_margin() RETURNS interval
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN interval '1 second';
@@ -66,6 +67,10 @@ DECLARE
     v_left int := p_batch_size;
     v_taken int;
     v_lane record;
+    v_head timestamptz;
+    -- An array is searched from its beginning, for every lane: of many types an object is made.
+    v_types jsonb := CASE WHEN cardinality(p_job_types) > 20
+                          THEN (SELECT jsonb_object_agg(t, 1) FROM unnest(p_job_types) AS t) END;
 BEGIN
     PERFORM check_claim(p_worker_id, p_batch_size, p_lease);
     FOR v_lane IN
@@ -81,7 +86,9 @@ BEGIN
             ORDER BY j.run_at, j.id
             LIMIT 1) AS first
         WHERE l.queue = ANY (p_queues)
-          AND (p_job_types IS NULL OR l.job_type = ANY (p_job_types))
+          AND (p_job_types IS NULL
+               OR CASE WHEN v_types IS NULL THEN l.job_type = ANY (p_job_types)
+                       ELSE v_types ? l.job_type END)
         ORDER BY l.priority DESC, first.run_at
     LOOP
         RETURN QUERY
@@ -122,9 +129,9 @@ BEGIN
         ORDER BY t.run_at, t.id;
         GET DIAGNOSTICS v_taken = ROW_COUNT;
         -- Up only: what became pending again lies on the head, not behind it.
-        IF random() * 1000 < v_taken AND v_lane.first_seen - head_margin() > v_lane.head_at THEN
-            PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at,
-                              v_lane.first_seen - head_margin());
+        v_head := least(v_lane.first_seen, v_now - head_margin());
+        IF random() * 1000 < v_taken AND v_head > v_lane.head_at THEN
+            PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at, v_head);
         END IF;
         v_left := v_left - v_taken;
         EXIT WHEN v_left = 0;

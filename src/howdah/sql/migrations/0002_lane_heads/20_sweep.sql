@@ -74,7 +74,7 @@ BEGIN
                 v_lane.queue, v_lane.job_type, extract(epoch FROM v_hidden))));
         ELSIF v_walked > interval '100 microseconds' OR v_lane.head_at > v_began THEN
             PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at,
-                              least(coalesce(v_seen, v_began), v_began) - head_margin());
+                              least(coalesce(v_seen, v_began), v_began - head_margin()));
         END IF;
     END LOOP;
     PERFORM recover_stale_jobs();
