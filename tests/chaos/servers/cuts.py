@@ -1,0 +1,108 @@
+"""A schedule of cuts between "commit" and its answer, and what the database says came of each."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psycopg
+from gate import CUTS
+
+from children import until
+
+if TYPE_CHECKING:
+    from gate import Cut, Round
+
+CALLS = ("enqueue_jobs", "claim_job_batch", "complete_jobs")
+
+
+class Planned(NamedTuple):
+    """A cut to come: how, and how many rounds of its kind are let through before it."""
+
+    cut: Cut
+    spared: int
+
+
+class Made(NamedTuple):
+    """A cut that was made."""
+
+    called: str
+    cut: Cut
+    committed: bool
+
+
+def schedule(seed: int, each: int) -> dict[str, list[Planned]]:
+    """So many cuts of each call: the same for the same seed, whatever else happens meanwhile."""
+    lots = random.Random(seed)
+    return {
+        called: [Planned(lots.choice(CUTS), lots.randrange(3)) for _ in range(each)]
+        for called in CALLS
+    }
+
+
+class Cutter:
+    """The scissors of a gate: cuts by the schedule, one at a time, and decides in the database itself
+    whether the round was committed."""
+
+    def __init__(self, url: str, seed: int, each: int) -> None:
+        self._url = url
+        self.planned = schedule(seed, each)
+        self._left = {called: list(reversed(cuts)) for called, cuts in self.planned.items()}
+        self._spared: Counter[str] = Counter()
+        self._busy = threading.Lock()
+        self.made: list[Made] = []
+        self.empty = 0
+        """Cuts of claims that found nothing to claim: there was nothing to commit."""
+
+    @property
+    def is_done(self) -> bool:
+        return not any(self._left.values())
+
+    def plan(self, this: Round) -> Cut | None:
+        left = self._left.get(this.called)
+        if not left or self._busy.locked():
+            return None
+        if self._spared[this.called] < left[-1].spared:
+            self._spared[this.called] += 1
+            return None
+        self._busy.acquire()
+        self._spared[this.called] = 0
+        return left.pop().cut
+
+    def before(self, this: Round) -> set[Any]:
+        return self._facts(this)
+
+    def after(self, this: Round, cut: Cut, before: set[Any]) -> None:
+        try:
+            until(lambda: not self._lives(this.backend), "the server is done with the connection")
+            committed = bool(self._facts(this) - before)
+            if this.called == "claim_job_batch" and not committed and cut in ("hasty", "unheard"):
+                self.empty += 1
+                self._left[this.called].append(Planned(cut, 0))  # once more, when there is work
+                return
+            self.made.append(Made(this.called, cut, committed))
+        finally:
+            self._busy.release()
+
+    def counts(self) -> Counter[tuple[str, bool]]:
+        """How many cuts of each call were committed, and how many were not."""
+        return Counter((each.called, each.committed) for each in self.made)
+
+    def _lives(self, backend: int) -> bool:
+        return bool(self._ask("SELECT 1 FROM pg_stat_activity WHERE pid = %s", backend))
+
+    def _facts(self, this: Round) -> set[Any]:
+        """What only this round would change: the client that sent it waits for its answer."""
+        if this.called == "claim_job_batch":
+            return self._ask(
+                "SELECT DISTINCT lease_id FROM howdah.live_jobs WHERE worker_id = %s",
+                this.worker_id(),
+            )
+        table = "jobs" if this.called == "enqueue_jobs" else "finished_jobs"
+        return self._ask(f"SELECT id FROM howdah.{table} WHERE id = ANY (%s)", this.ids())
+
+    def _ask(self, query: str, parameter: object) -> set[Any]:
+        with psycopg.connect(self._url, autocommit=True) as conn:
+            return {row[0] for row in conn.execute(query.encode(), [parameter])}
