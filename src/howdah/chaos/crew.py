@@ -1,0 +1,237 @@
+"""The worker and producer processes of a run: started, watched, replaced when they die, never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from howdah.chaos.ledger import LEDGER_VARIABLE, Ledger
+from howdah.errors import HowdahError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from howdah.chaos.scenario import Place
+
+LOOK_EVERY = 0.05
+START_PATIENCE = 60.0
+STOP_PATIENCE = 20.0
+APP = "howdah.chaos.app:app"
+SCHEMA_VARIABLE = "HOWDAH_CHAOS_SCHEMA"
+LEASE_VARIABLE = "HOWDAH_CHAOS_LEASE"
+
+
+class ChaosError(HowdahError):
+    """The run itself could not go on; nothing is known about the promises."""
+
+
+class Child:
+    """A worker or producer process."""
+
+    def __init__(self, role: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.role = role
+        self.process = process
+        self.log = log
+        self.noted = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it said that it has started."""
+        return b"worker started" in self.log.read_bytes()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if there is still somebody to get it."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.send(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.send(signal.SIGCONT)
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit code, negative for a signal; None if it still runs then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout)
+        return None
+
+
+class Crew:
+    """Starts processes on one place, with one ledger. Keeps `size` workers running until it is closed."""
+
+    def __init__(
+        self,
+        place: Place,
+        directory: Path,
+        ledger: Ledger,
+        *,
+        lease: float,
+        environment: Mapping[str, str] | None = None,
+        worker_options: Sequence[str] = (),
+    ) -> None:
+        self.place = place
+        self.directory = directory
+        self.ledger = ledger
+        self.lease = lease
+        self.size = 0
+        self.exits: Counter[str] = Counter()
+        """How processes ended, as "worker -9"."""
+        self._environment = dict(environment or {})
+        self._worker_options = list(worker_options)
+        self._children: list[Child] = []
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="chaos-crew", daemon=True)
+        self._watching.start()
+
+    # ── starting ──────────────────────────────────────────────────────────────────────────────────
+
+    def environment(self, more: Mapping[str, str]) -> dict[str, str]:
+        """What every child is told."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HOWDAH_")}
+        return inherited | {
+            "HOWDAH_DATABASE_URL": self.place.database,
+            SCHEMA_VARIABLE: self.place.schema,
+            LEASE_VARIABLE: str(self.lease),
+            LEDGER_VARIABLE: self.ledger.path,
+            **self._environment,
+            **more,
+        }
+
+    def start(self, role: str, arguments: Sequence[str], **environment: str) -> Child:
+        """Start `python ARGUMENTS…` in a process group of its own."""
+        with self._lock:
+            if self._closing.is_set():
+                raise ChaosError("the run is over; no process is started any more.")
+            log = self.directory / f"{len(self._children):04}-{role}.log"
+            with open(log, "wb") as file:
+                process = subprocess.Popen(  # noqa: S603 - our own command
+                    [sys.executable, *arguments],
+                    env=self.environment(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    process_group=0,
+                )
+            child = Child(role, process, log)
+            self._children.append(child)
+            return child
+
+    def start_worker(self, *options: str, role: str = "worker", **environment: str) -> Child:
+        """One more worker, as `howdah worker` starts it. HOWDAH_FAULT="point:kill:n" arms it."""
+        command = ["-m", "howdah", "worker", APP, "--log-json", *self._worker_options, *options]
+        return self.start(role, command, **environment)
+
+    def start_producer(self, *options: str) -> Child:
+        """One producer."""
+        return self.start("producer", ["-m", "howdah.chaos.producer", *options])
+
+    def man(self, size: int) -> None:
+        """Have so many workers, from now on, and wait until they have started."""
+        with self._lock:
+            self.size = size
+            for _ in range(size - len(self.workers())):
+                self.start_worker()
+        give_up = time.monotonic() + START_PATIENCE
+        while sum(worker.ready for worker in self.workers()) < size:
+            if time.monotonic() > give_up:
+                logs = [worker.log.read_text(errors="replace")[-500:] for worker in self.workers()]
+                raise ChaosError(f"the workers did not start within a minute: {logs}")
+            time.sleep(LOOK_EVERY)
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────
+
+    def children(self, role: str | None = None) -> list[Child]:
+        """The living processes, oldest first."""
+        with self._lock:
+            return [c for c in self._children if c.alive and role in (None, c.role)]
+
+    def workers(self) -> list[Child]:
+        """The living workers."""
+        return self.children("worker")
+
+    def producers(self) -> list[Child]:
+        """The living producers."""
+        return self.children("producer")
+
+    def pick(self, number: int) -> Child | None:
+        """One of the workers that work now, by a number that the schedule drew."""
+        working = [worker for worker in self.workers() if worker.ready]
+        return working[number % len(working)] if working else None
+
+    def logs(self) -> list[Path]:
+        """The logs of every process there was."""
+        return [child.log for child in self._children]
+
+    def _watch(self) -> None:
+        """Note how processes end, and replace workers."""
+        while not self._closing.wait(LOOK_EVERY):
+            with self._lock:
+                self._note_exits()
+                for _ in range(self.size - len(self.workers())):
+                    self.start_worker()
+
+    def _note_exits(self) -> None:
+        for child in self._children:
+            if not child.noted and not child.alive:
+                child.noted = True
+                code = child.process.returncode
+                _end_group(child.pid)
+                self.exits[f"{child.role} {code}"] += 1
+                self.ledger.write("exit", child=child.pid, role=child.role, code=code)
+
+    # ── stopping ──────────────────────────────────────────────────────────────────────────────────
+
+    def dismiss(self, role: str, patience: float = STOP_PATIENCE) -> None:
+        """Ask all of a role to stop; kill those that do not."""
+        if role == "worker":
+            self.size = 0
+        leaving = self.children(role)
+        for child in leaving:
+            child.resume()
+            child.send(signal.SIGTERM)
+        give_up = time.monotonic() + patience
+        for child in leaving:
+            if child.wait(max(0.0, give_up - time.monotonic())) is None:
+                child.kill()
+                child.wait(5)
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        self._closing.set()
+        self._watching.join(10)
+        with self._lock:
+            self.size = 0
+            for child in self.children():
+                child.kill()
+                child.wait(5)
+            self._note_exits()
+
+
+def _end_group(leader: int) -> None:
+    """Kill what a process that has just ended left of its group: task processes, children of handlers."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
