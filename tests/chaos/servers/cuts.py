@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import contextlib
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,12 @@ from gate import CUTS
 from children import until
 
 if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping, Sequence
+
     from gate import Cut, Round
+
+    from howdah.chaos.scenario import Stage
 
 CALLS = ("enqueue_jobs", "claim_job_batch", "complete_jobs")
 
@@ -33,9 +38,8 @@ class Made(NamedTuple):
     committed: bool
 
 
-def schedule(seed: int, each: int) -> dict[str, list[Planned]]:
+def schedule(lots: random.Random, each: int) -> dict[str, list[Planned]]:
     """So many cuts of each call: the same for the same seed, whatever else happens meanwhile."""
-    lots = random.Random(seed)
     return {
         called: [Planned(lots.choice(CUTS), lots.randrange(3)) for _ in range(each)]
         for called in CALLS
@@ -46,15 +50,28 @@ class Cutter:
     """The scissors of a gate: cuts by the schedule, one at a time, and decides in the database itself
     whether the round was committed."""
 
-    def __init__(self, url: str, seed: int, each: int) -> None:
+    def __init__(self, url: str, schema: str = "howdah") -> None:
         self._url = url
-        self.planned = schedule(seed, each)
-        self._left = {called: list(reversed(cuts)) for called, cuts in self.planned.items()}
+        self._schema = schema
+        self._left: dict[str, list[Planned]] = {}
+        self._stage: Stage | None = None
+        self._window = contextlib.ExitStack()
         self._spared: Counter[str] = Counter()
         self._busy = threading.Lock()
         self.made: list[Made] = []
         self.empty = 0
         """Cuts of claims that found nothing to claim: there was nothing to commit."""
+
+    def begin(self, planned: Mapping[str, Sequence[Planned]], stage: Stage | None = None) -> None:
+        """Make these cuts from now on."""
+        self._stage = stage
+        self._left = {called: list(reversed(cuts)) for called, cuts in planned.items()}
+
+    def end(self) -> None:
+        """Make no more cuts; wait for the last one."""
+        self._left = {}
+        with self._busy:
+            pass
 
     @property
     def is_done(self) -> bool:
@@ -72,6 +89,8 @@ class Cutter:
         return left.pop().cut
 
     def before(self, this: Round) -> set[Any]:
+        if self._stage is not None:
+            self._window.enter_context(self._stage.fault(f"cut {this.called}", scope="connection"))
         return self._facts(this)
 
     def after(self, this: Round, cut: Cut, before: set[Any]) -> None:
@@ -80,10 +99,12 @@ class Cutter:
             committed = bool(self._facts(this) - before)
             if this.called == "claim_job_batch" and not committed and cut in ("hasty", "unheard"):
                 self.empty += 1
-                self._left[this.called].append(Planned(cut, 0))  # once more, when there is work
+                if this.called in self._left:
+                    self._left[this.called].append(Planned(cut, 0))  # again, when there is work
                 return
             self.made.append(Made(this.called, cut, committed))
         finally:
+            self._window.close()
             self._busy.release()
 
     def counts(self) -> Counter[tuple[str, bool]]:
@@ -97,11 +118,11 @@ class Cutter:
         """What only this round would change: the client that sent it waits for its answer."""
         if this.called == "claim_job_batch":
             return self._ask(
-                "SELECT DISTINCT lease_id FROM howdah.live_jobs WHERE worker_id = %s",
+                f"SELECT DISTINCT lease_id FROM {self._schema}.live_jobs WHERE worker_id = %s",
                 this.worker_id(),
             )
         table = "jobs" if this.called == "enqueue_jobs" else "finished_jobs"
-        return self._ask(f"SELECT id FROM howdah.{table} WHERE id = ANY (%s)", this.ids())
+        return self._ask(f"SELECT id FROM {self._schema}.{table} WHERE id = ANY (%s)", this.ids())
 
     def _ask(self, query: str, parameter: object) -> set[Any]:
         with psycopg.connect(self._url, autocommit=True) as conn:

@@ -66,34 +66,47 @@ def indexes_are_valid(url: str) -> bool:
 
 @contextlib.contextmanager
 def no_connection_left(url: str) -> Iterator[int]:
-    """Others take every connection that the server has, also those that we let go. Gives how many were
-    had at first.
+    """Others take every connection that the server has, also ours when they are ended. Gives how many
+    they have.
 
-    `url` is of the superuser, who has some in reserve; those are taken as well."""
+    `url` is of the superuser, for whom the server has some in reserve; those are taken as well."""
     taken: list[psycopg.Connection[Any]] = []
     stop = threading.Event()
 
     def take() -> None:
         while not stop.is_set():
             try:
-                taken.append(psycopg.connect(url, autocommit=True))
+                taken.append(psycopg.connect(url, autocommit=True, application_name="taker"))
             except psycopg.OperationalError:
                 stop.wait(0.005)
 
-    def is_full() -> bool:
+    with psycopg.connect(url, autocommit=True) as conn:
+        thread = threading.Thread(target=take, name="takes-connections")
+        thread.start()
         try:
-            psycopg.connect(url).close()
-        except psycopg.OperationalError as error:
-            return "too many clients" in str(error) or "remaining connection slots" in str(error)
-        return False
+            until(lambda: _end_others(conn) == 0, "nobody else has a connection")
+            until(lambda: _is_full(url), "no connection is left")
+            yield len(taken)
+        finally:
+            stop.set()
+            thread.join()
+            for each in taken:
+                each.close()
 
-    thread = threading.Thread(target=take, name="takes-connections")
-    thread.start()
+
+def _end_others(conn: psycopg.Connection[Any]) -> int:
+    """End the connections of everybody but the takers; how many there were."""
+    return len(
+        conn.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+            "AND backend_type = 'client backend' AND application_name <> 'taker'"
+        ).fetchall()
+    )
+
+
+def _is_full(url: str) -> bool:
     try:
-        until(is_full, "every connection is taken")
-        yield len(taken)
-    finally:
-        stop.set()
-        thread.join()
-        for conn in taken:
-            conn.close()
+        psycopg.connect(url).close()
+    except psycopg.OperationalError as error:
+        return "too many clients" in str(error)
+    return False

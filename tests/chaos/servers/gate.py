@@ -18,12 +18,14 @@ import re
 import struct
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 from uuid import UUID
 
+from psycopg.conninfo import conninfo_to_dict
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from pathlib import Path
 
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ class Gate:
     def __init__(self, target: Path, scissors: Scissors | None = None) -> None:
         self._target = target
         self.scissors = scissors
+        self._database = "howdah"
         self._links: set[_Link] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate", daemon=True)
@@ -88,8 +91,16 @@ class Gate:
         )
         self.port: int = self._listening.sockets[0].getsockname()[1]
 
-    def url(self, database: str, user: str = "howdah") -> str:
-        return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
+    @classmethod
+    def before(cls, url: str, scissors: Scissors | None = None) -> Gate:
+        """In front of the server that a URL with a Unix socket leads to."""
+        known = conninfo_to_dict(url)
+        gate = cls(Path(str(known["host"])) / f".s.PGSQL.{known.get('port', 5432)}", scissors)
+        gate._database = str(known["dbname"])
+        return gate
+
+    def url(self, database: str | None = None, user: str = "howdah") -> str:
+        return f"postgresql://{user}@127.0.0.1:{self.port}/{database or self._database}"
 
     def lead_to(self, target: Path) -> None:
         """Lead to another server from now on, and hang up on everybody who was with the last one."""
