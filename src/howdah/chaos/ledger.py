@@ -15,7 +15,8 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     beat                  job, fence, asked     the database extended the lease
     ack-invoked           job, fence, what, final   complete, fail, release or stop is being sent
     ack-accepted, ack-refused, ack-unknown          job, fence, what, final, asked
-    trouble, well         a worker's statement failed for the connection; one succeeded again
+    trouble               asked         a worker's statement failed, as the database could not be reached
+    well                  asked, function   one was answered, late or after trouble
     fault                 fault, name, phase ("begin" or "end"), scope ("worker", "connection", "server"),
                           target (a process id), …
     exit                  child, role, code     a process ended
