@@ -81,7 +81,7 @@ class Producer:
     def _hold_back(self) -> None:
         """Wait while there is more to do than the workers can."""
         while not self.stopping and time.monotonic() - self._looked > 1:
-            with contextlib.suppress(HowdahError):
+            with contextlib.suppress(HowdahError, psycopg.Error):
                 if self._queue.pending() < self._backlog:
                     self._looked = time.monotonic()
             if time.monotonic() - self._looked > 1:
@@ -201,8 +201,9 @@ class Producer:
             ids = [str(handle.id) for handle in self._queue.enqueue_many(jobs)]
         except InvalidJob:
             self._ledger.write("enqueue-refused", call=call)
-        except HowdahError:
+        except (HowdahError, psycopg.Error):  # unreachable, or out of room
             self._ledger.write("enqueue-unknown", call=call)
+            time.sleep(0.1)
         else:
             self._ledger.write("enqueue-acknowledged", call=call, ids=ids)
         return len(jobs)

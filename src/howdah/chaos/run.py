@@ -92,6 +92,8 @@ class Verdict:
     """Seconds until what was in flight was claimed again, or work resumed, by the fault's name."""
     notes: list[str] = field(default_factory=list)
     """What a scenario itself found wrong."""
+    excused: list[Finding] = field(default_factory=list)
+    """What the fault was bound to bring about: the loss, by id, where an asynchronous standby took over."""
 
     @property
     def passed(self) -> bool:
@@ -276,6 +278,8 @@ class Run:
         history = History(ledgers.read(self.ledger.path))
         database = read_database(self.place)
         findings = Checker(history, database, lease=self.load.lease).check()
+        excused = set(self.scenario.excused(stage, findings))
+        findings = [finding for finding in findings if finding not in excused]
         notes = self.scenario.findings(stage)
         if not drained:
             notes.append("some jobs had not ended when the run's patience was over")
@@ -298,6 +302,7 @@ class Run:
             planned=planned,
             recoveries=recovery_times(history),
             notes=notes,
+            excused=sorted(excused, key=str),
         )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
+    from howdah.chaos.checker import Finding
     from howdah.chaos.crew import Crew
     from howdah.chaos.ledger import Ledger
 
@@ -118,6 +119,11 @@ class Scenario:
 
     def findings(self, stage: Stage) -> list[str]:
         """What is wrong that the common checker cannot know, as sentences. Called after the run."""
+        return []
+
+    def excused(self, stage: Stage, findings: Sequence[Finding]) -> Sequence[Finding]:
+        """Those of the checker's findings that the fault was bound to bring about, and proof of it is at
+        hand: where a server was lost with what only it knew."""
         return []
 
 
