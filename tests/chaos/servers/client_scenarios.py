@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -12,16 +13,19 @@ from builds import newer_build, pointing_to
 from clock import HOUR, off_by
 from cuts import CALLS, Cutter, schedule
 from gate import Gate
-from machines import machine
+from machines import machine, workspace
 
 from children import until
+from howdah import EXPLICIT, JobQueue
+from howdah.chaos import ledger
+from howdah.chaos.history import History
 from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
-from howdah.queue import JobQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
     from random import Random
+    from uuid import UUID
 
 
 class CutCommits(Scenario):
@@ -54,13 +58,12 @@ class CutCommits(Scenario):
 
     def findings(self, stage: Stage) -> list[str]:
         counts = self.cutter.counts()
-        missing = [
+        return [
             f"no cut of {called} {'was' if committed else 'was not'} committed"
             for called in CALLS
             for committed in (True, False)
             if not counts[called, committed]
         ]
-        return missing
 
 
 class WrongClocks(Scenario):
@@ -89,11 +92,20 @@ class WrongClocks(Scenario):
                 old.kill()
 
 
-# A release that changes what there is to change: a column of the hot table, and a function that every
-# worker calls, with a new parameter at the end.
+# A release that changes what old workers use: columns of both tables, and a function that every worker
+# calls all the time, which is dropped and made anew with one parameter more, as a release may.
 NEXT = """
 ALTER TABLE live_jobs ADD COLUMN next_release text NOT NULL DEFAULT 'yes';
 ALTER TABLE finished_jobs ADD COLUMN next_release text;
+DO $$
+DECLARE
+    v_text text := pg_get_functiondef('extend_jobs'::regproc);
+    v_arguments text := pg_get_function_arguments('extend_jobs'::regproc);
+BEGIN
+    EXECUTE format('DROP FUNCTION extend_jobs(%s)',
+                   pg_get_function_identity_arguments('extend_jobs'::regproc));
+    EXECUTE replace(v_text, v_arguments, v_arguments || ', p_next text DEFAULT NULL');
+END $$;
 """
 
 
@@ -102,36 +114,42 @@ class RollingUpgrade(Scenario):
 
     name = "rolling upgrade"
     about = "the next release migrates, and replaces the old workers one by one"
+    build: Path
+    old: frozenset[int]
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        self.build = newer_build(directory / "next", NEXT, oldest_code=1)
-        with machine(directory / "pg", max_connections="100") as server:
+        with workspace("upgrade") as home, machine(home / "pg", max_connections="100") as server:
+            self.build = newer_build(home / "next", NEXT, oldest_code=1)
             yield Place(server.url, server.url)
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        times = [round(seconds * (n + random.uniform(0.5, 1)) / (self.workers + 2), 2)
-                 for n in range(self.workers + 1)]  # fmt: skip
-        return [Fault(times[0], "migrate"), *(Fault(at, "replace a worker") for at in times[1:])]
+        step = seconds / (self.workers + 2)
+        times = [round(step * (n + random.uniform(0.4, 1)), 2) for n in range(self.workers + 1)]
+        return [Fault(times[0], "migrate"), *(Fault(at, "replace worker") for at in times[1:])]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         if fault.name == "migrate":
-            # Without leniency: a migration that disturbs nobody is what is promised.
-            self.old = [worker.pid for worker in stage.crew.workers()]
+            # No leniency: a migration of which the workers notice nothing is what is promised.
+            self.old = frozenset(worker.pid for worker in stage.crew.workers())
             migrate(stage, self.build)
             return
         new = stage.crew.start_worker(**pointing_to(self.build))
         until(lambda: new.ready or not new.alive, "a worker of the next release started")
         old = [worker for worker in stage.crew.workers() if worker.pid in self.old]
         if old:
-            with stage.fault("SIGTERM", scope="worker", target=old[0].pid):
+            with stage.fault(fault.name, scope="worker", target=old[0].pid):
                 old[0].send(signal.SIGTERM)
                 until(lambda: not old[0].alive, "the old worker left")
 
     def findings(self, stage: Stage) -> list[str]:
-        if stage.crew.exits["worker 0"] < self.workers:
-            return ["not every old worker was replaced"]
-        return []
+        workers = History(ledger.read(stage.ledger.path)).by_worker()
+        lines = [
+            f"worker {pid} of the last release never worked" for pid in self.old - set(workers)
+        ]
+        if not set(workers) - self.old:
+            lines.append("no worker of the next release has worked")
+        return lines
 
 
 def migrate(stage: Stage, build: Path) -> None:
@@ -159,15 +177,31 @@ class Stalls(Scenario):
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         seconds = fault.detail["leases"] * stage.lease
-        tag = f"stall-{fault.at}"
-        described = {
-            "tag": tag, "type": "chaos.staller", "queue": "default", "priority": 100, "key": None,
-            "n": None, "delay": None, "max_attempts": 3, "unique": None,
-        }  # fmt: skip
         with contextlib.closing(JobQueue(stage.place.checker, schema=stage.place.schema)) as queue:
-            stage.ledger.write("enqueue-invoked", call=tag, jobs=[described])
-            data = {"tag": tag, "seconds": seconds}
-            handle = queue.enqueue("chaos.staller", data, priority=150, max_attempts=3)
-            stage.ledger.write("enqueue-acknowledged", call=tag, ids=[str(handle.id)])
-            # No leniency: the heartbeat is a thread of its own, and no lease is lost.
-            until(lambda: queue.get(handle.id).status == "completed", "the stall is over")
+            job_id = _enqueue_staller(stage, queue, f"stall-{fault.at}", seconds)
+            until(lambda: queue.get(job_id).worker_id, "the staller was claimed")
+            target = int(str(queue.get(job_id).worker_id).split(":")[1])
+            with stage.fault(fault.name, scope="worker", target=target):
+                until(lambda: queue.get(job_id).status == "completed", "the stall is over")
+
+    def findings(self, stage: Stage) -> list[str]:
+        """The heartbeat is a thread of its own: no lease was lost, and no job claimed a second time
+        unless its first run had come to an end."""
+        return [
+            f"job {job} was taken from a worker whose event loop stood still"
+            for job, leases in History(ledger.read(stage.ledger.path)).jobs.items()
+            for first, second in itertools.pairwise(leases)
+            if first.starts and not any(line.t < second.began for line in first.invoked)
+        ]
+
+
+def _enqueue_staller(stage: Stage, queue: JobQueue, tag: str, seconds: float) -> UUID:
+    described = {
+        "tag": tag, "type": "chaos.staller", "queue": "default", "priority": EXPLICIT, "key": None,
+        "n": None, "delay": None, "max_attempts": 3, "unique": None,
+    }  # fmt: skip
+    stage.ledger.write("enqueue-invoked", call=tag, jobs=[described])
+    data = {"tag": tag, "seconds": seconds}
+    handle = queue.enqueue("chaos.staller", data, priority=EXPLICIT, max_attempts=3)
+    stage.ledger.write("enqueue-acknowledged", call=tag, ids=[str(handle.id)])
+    return handle.id

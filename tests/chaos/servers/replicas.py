@@ -102,10 +102,34 @@ class Replicas:
 
     def fail_over(self) -> None:
         """The primary's machine dies and the standby takes its place."""
+        self.promote()
+        self.lead_to_standby()
+
+    def promote(self) -> None:
+        """The primary's machine dies and the standby becomes a primary, to which the gate does not yet
+        lead."""
         cut_power(self.primary)
         with psycopg.connect(self.standby.url, autocommit=True) as conn:
             conn.execute("SELECT pg_promote(wait => true)")
+
+    def lead_to_standby(self) -> None:
         self._gate.lead_to(server_socket(self.standby))
+
+    def jobs_of(self, server: EmbeddedServer) -> dict[str, tuple[Any, ...]]:
+        """The jobs as one of the two has them, by id."""
+        with psycopg.connect(server.url, autocommit=True) as conn:
+            rows = conn.execute(
+                "SELECT id::text, status, lease_id, attempts, claims, seq FROM howdah.jobs"
+            ).fetchall()
+        return {row[0]: row[1:] for row in rows}
+
+    def what_the_dead_primary_knew(self) -> dict[str, tuple[Any, ...]]:
+        """Start the dead machine once more, where no client can reach it, and look."""
+        self.primary.start()
+        try:
+            return self.jobs_of(self.primary)
+        finally:
+            self.primary.stop("immediate")
 
     def close(self) -> None:
         for gate in (self._gate, *self._gates):

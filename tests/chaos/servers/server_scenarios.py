@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import disturbances
 import psycopg
-from machines import come_up, machine
+from machines import come_up, machine, workspace
 from pooler import Pooler, pooler
 from replicas import Replicas, replicas
 from small_disk import Part, SmallDisk, cramped
 
 from children import until
+from howdah.chaos import ledger
 from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
 
 if TYPE_CHECKING:
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
+    from howdah.chaos.checker import Finding
     from howdah.embedded import EmbeddedServer
+
+
+def in_the_middle(stage: Stage, jobs: int = 3) -> None:
+    """Wait until workers have some jobs in hand, lest the fault hits nobody."""
+    query = f"SELECT count(*) >= {jobs} FROM howdah.live_jobs WHERE status = 'claimed'"
+    with psycopg.connect(stage.place.checker, autocommit=True) as conn:
+        until(lambda: conn.execute(query.encode()).fetchone() == (True,), "workers are at work")
 
 
 class FailOver(Scenario):
@@ -33,7 +42,7 @@ class FailOver(Scenario):
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        with replicas(directory, synchronous=self.synchronous) as self.pair:
+        with workspace("pair") as home, replicas(home, synchronous=self.synchronous) as self.pair:
             # Whoever looks goes through the gate as well, as there is another server behind it later.
             yield Place(self.pair.url, self.pair.url)
 
@@ -41,6 +50,7 @@ class FailOver(Scenario):
         return [Fault(round(seconds * random.uniform(0.4, 0.6), 2), "fail over")]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
+        in_the_middle(stage)
         with stage.fault(fault.name, scope="server"):
             self.pair.fail_over()
 
@@ -57,6 +67,48 @@ class FailOverByName(FailOver):
             yield Place(self.pair.urls, self.pair.urls)
 
 
+class FailOverWithLoss(FailOver):
+    """The standby is asynchronous and behind: what only the primary knew is lost with it. The checker
+    must name exactly that; the dead primary's disk says what it was."""
+
+    name = "fail over with loss"
+    about = "the same with an asynchronous standby that is behind; the loss is reported by id"
+    synchronous = False
+    lost: frozenset[str] = frozenset()
+    """Jobs that the dead primary had and the promoted standby has not."""
+    undone: frozenset[str] = frozenset()
+    """Jobs of which the standby knew an earlier state."""
+
+    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
+        (fault,) = super().schedule(random, seconds)
+        return [Fault(fault.at, fault.name, {"behind": round(random.uniform(0.3, 1), 2)})]
+
+    def strike(self, stage: Stage, fault: Fault) -> None:
+        self.pair.pause_replication()
+        # Behind by a time, and by at least one acknowledged enqueue.
+        known = _acknowledged(stage)
+        until(lambda: _acknowledged(stage) > known, "something was enqueued meanwhile")
+        stage.sleep(fault.detail["behind"])
+        in_the_middle(stage)
+        with stage.fault(fault.name, scope="server"):
+            self.pair.promote()
+            at_promotion = self.pair.jobs_of(self.pair.standby)
+            self.pair.lead_to_standby()
+        before = self.pair.what_the_dead_primary_knew()
+        self.lost = frozenset(before.keys() - at_promotion.keys())
+        self.undone = frozenset(job for job in before if at_promotion.get(job) != before[job])
+
+    def excused(self, stage: Stage, findings: Sequence[Finding]) -> Sequence[Finding]:
+        return [finding for finding in findings if finding.job in self.undone]
+
+    def findings(self, stage: Stage) -> list[str]:
+        return [] if self.lost else ["the standby was not behind: nothing was lost"]
+
+
+def _acknowledged(stage: Stage) -> int:
+    return sum(line.kind == "enqueue-acknowledged" for line in ledger.read(stage.ledger.path))
+
+
 class DiskFull(Scenario):
     """The disk runs full, and there is room again a little later."""
 
@@ -68,7 +120,10 @@ class DiskFull(Scenario):
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        with cramped(directory, self.part, megabytes=512) as (self.server, self.disk):
+        with (
+            workspace("disk") as home,
+            cramped(home, self.part, megabytes=512) as (self.server, self.disk),
+        ):
             with psycopg.connect(self.server.url, autocommit=True) as conn:
                 conn.execute("CREATE TABLE public.ballast (filler text)")
             yield Place(self.server.url, self.server.url)
@@ -80,6 +135,7 @@ class DiskFull(Scenario):
         ]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
+        in_the_middle(stage)
         with stage.fault(fault.name, scope="server"):
             self.disk.fill()
             until(self._is_full, "the server is out of room")
@@ -120,8 +176,10 @@ class Pooled(Scenario):
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        directory.chmod(0o755)
-        with pooler(directory, common.checker, connections=10) as self.pooler:
+        with (
+            workspace("pooler") as home,
+            pooler(home, common.checker, connections=10) as self.pooler,
+        ):
             yield Place(self.pooler.url, common.checker, common.schema)
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
@@ -132,6 +190,7 @@ class Pooled(Scenario):
         ]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
+        in_the_middle(stage)
         with stage.fault(fault.name, scope="connection"):
             if fault.name.startswith("kill"):
                 self.pooler.kill()
@@ -157,7 +216,7 @@ class Neighbours(Scenario):
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        with machine(directory / "pg", max_connections="80") as self.server:
+        with workspace("host") as home, machine(home / "pg", max_connections="80") as self.server:
             yield Place(self.server.url, self.server.url)
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
@@ -170,12 +229,15 @@ class Neighbours(Scenario):
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         url, seconds = stage.place.checker, fault.detail["seconds"]
+        in_the_middle(stage)
         match fault.name:
             case "hold a transaction":
-                with disturbances.held_transaction(url) as pid:
-                    # It may disturb nobody: the ledger has it as a fault of the one who holds it.
-                    with stage.fault(fault.name, scope="worker", target=pid):
-                        stage.sleep(seconds)
+                # It may disturb nobody: the ledger has it as a fault of the one who holds it.
+                with (
+                    disturbances.held_transaction(url) as pid,
+                    stage.fault(fault.name, scope="worker", target=pid),
+                ):
+                    stage.sleep(seconds)
             case "lock for DDL":
                 with (
                     stage.fault(fault.name, scope="server"),

@@ -1,0 +1,45 @@
+"""Runs a scenario for a while and judges it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from howdah.chaos.run import Load, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from howdah.chaos.run import Verdict
+    from howdah.chaos.scenario import Scenario
+
+
+class Play(Protocol):
+    """Plays a scenario for so many seconds."""
+
+    def __call__(self, scenario: Scenario, seconds: float, **load: Any) -> Verdict: ...
+
+
+@pytest.fixture
+def play(tmp_path: Path, request: pytest.FixtureRequest) -> Play:
+    def run(scenario: Scenario, seconds: float, **load: Any) -> Verdict:
+        # Only where it is wanted: most scenarios have a server of their own.
+        common = _LateDatabase(lambda: request.getfixturevalue("database"))
+        with scenario.place(common, tmp_path) as place:  # type: ignore[arg-type]
+            return Run(scenario, place, tmp_path, 1, Load(seconds, **{"rate": 120.0} | load)).run()
+
+    return run
+
+
+class _LateDatabase:
+    """A place that is made when somebody asks where it is."""
+
+    schema = "howdah"
+
+    def __init__(self, make: Callable[[], str]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> str:
+        return self._make()
