@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
+import psycopg
 from builds import newer_build, pointing_to
 from clock import HOUR, off_by
 from cuts import CALLS, Cutter, schedule
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
     from uuid import UUID
+
+    from howdah.chaos.crew import Child
 
 
 class CutCommits(Scenario):
@@ -78,18 +81,29 @@ class WrongClocks(Scenario):
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
         return [
-            Fault(at, "worker whose clock is off", {"by": by, "instead of": random.randrange(100)})
+            Fault(at, "kill worker", {"the next one's clock": random.choice([HOUR, -HOUR, 0])})
             for at in regularly(random, seconds, every=4, first=1)
-            if (by := random.choice([HOUR, -HOUR, 0])) is not None
         ]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        old = stage.crew.pick(fault.detail["instead of"])
-        new = stage.crew.start_worker(**off_by(fault.detail["by"]))
+        """Another worker, with another clock, takes over from one that dies with jobs in hand."""
+        new = stage.crew.start_worker(**off_by(fault.detail["the next one's clock"]))
         until(lambda: new.ready or not new.alive, "a worker started")
-        if old is not None:
-            with stage.fault("kill worker", scope="worker", target=old.pid):
-                old.kill()
+        victim = until(lambda: _busiest(stage, besides=new.pid), "a worker has jobs in hand")
+        with stage.fault(fault.name, scope="worker", target=victim.pid):
+            victim.kill()
+            victim.wait(30)
+
+
+def _busiest(stage: Stage, besides: int) -> Child | None:
+    """The worker that has most jobs in hand."""
+    query = (
+        "SELECT split_part(worker_id, ':', 2)::int FROM howdah.live_jobs "
+        "WHERE status = 'claimed' GROUP BY 1 ORDER BY count(*) DESC"
+    )
+    with psycopg.connect(stage.place.checker, autocommit=True) as conn:
+        busy = [pid for (pid,) in conn.execute(query) if pid != besides]
+    return next((w for pid in busy for w in stage.crew.workers() if w.pid == pid), None)
 
 
 # A release that changes what old workers use: columns of both tables, and a function that every worker
