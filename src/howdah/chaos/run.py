@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from howdah.chaos.scenario import Place
 
 SAMPLE = 0.5
-CONCURRENCY = 8
+CONCURRENCY = 16
 GRACE = 5.0
 OVERDUE = 5.0
 LANES = ("chaos.quick", "chaos.nap", "chaos.thread")
@@ -103,9 +103,6 @@ class Verdict:
             promise: sum(finding.promise == promise for finding in self.findings)
             for promise in sorted({finding.promise for finding in self.findings})
         }
-
-
-Progress = "Callable[[dict[str, int]], None]"
 
 
 class Run:
@@ -301,6 +298,14 @@ class Run:
         )
 
 
+def perform(
+    scenario: Scenario, common: Place, directory: Path, seed: int, load: Load, **more: Any
+) -> Verdict:
+    """Run a scenario where it wants to be run."""
+    with scenario.place(common, directory) as place:
+        return Run(scenario, place, directory, seed, load, **more).run()
+
+
 def read_database(place: Place) -> Database:
     """What the checker needs of the database."""
     schema = quote_schema(place.schema)
@@ -368,4 +373,4 @@ def recovery_times(history: History) -> dict[str, list[float]]:
     return {name: sorted(seconds) for name, seconds in times.items() if seconds}
 
 
-__all__ = ["ChaosError", "Load", "Run", "Verdict"]
+__all__ = ["ChaosError", "Load", "Run", "Verdict", "perform"]
