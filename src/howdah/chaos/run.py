@@ -117,6 +117,7 @@ class Run:
         load: Load,
         *,
         show: Callable[[str, dict[str, Any]], None] = lambda what, facts: None,
+        tell: Callable[[str], None] = lambda text: None,
         sabotage: Callable[[psycopg.Connection[Any], str], None] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
@@ -127,6 +128,7 @@ class Run:
         self.load = load
         self.ledger = ledgers.Ledger(directory / ledgers.FILE)
         self._show = show
+        self._tell = tell
         self._sabotage = sabotage
         self._environment = {**scenario.environment, **(environment or {})}
         self._schema = quote_schema(place.schema)
@@ -142,6 +144,8 @@ class Run:
 
     def run(self) -> Verdict:
         """All of it; leaves no process behind, however it ends."""
+        for part, schedule in self.schedules:
+            self._tell(f"{part.name}: {'; '.join(str(fault).strip() for fault in schedule)}")
         self._prepare()
         crew = Crew(
             self.place, self.directory, self.ledger, lease=self.load.lease,
