@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test lint format typecheck unit smoke system skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test lint format typecheck unit smoke system chaos chaos-quick skill-zip skill-figures clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -28,7 +28,7 @@ demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed ag
 recording: $(INSTALLED) ## Record the demo anew for the README
 	@$(PY) tools/record_demo.py
 
-test: lint typecheck unit smoke system ## Run the checks; `make slow` has the long ones
+test: lint typecheck unit smoke system chaos-quick ## Run the checks; `make slow` has the long ones
 	@echo "make test: all checks passed."
 
 slow: $(INSTALLED) ## Follow every page of the documentation, the skill and the demo
@@ -69,6 +69,12 @@ system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has 
 	  echo "Testing on the PostgreSQL in $$directory"; \
 	  $(PY) -m pytest $(PARALLEL) tests/sql --pg-bin "$$directory"; \
 	fi
+
+chaos-quick: $(INSTALLED) ## Kill workers and the server for a minute, and check every promise
+	$(PY) tests/chaos/main.py quick $(ARGS)
+
+chaos: $(INSTALLED) ## Twenty minutes of every fault there is; writes docs/reliability.md
+	$(PY) tests/chaos/main.py full --report docs/reliability.md $(ARGS)
 
 skill-zip: $(INSTALLED) ## Pack the agent skill into dist/postgres-job-queue.zip
 	$(PY) tools/skill_zip.py dist/postgres-job-queue.zip

@@ -12,7 +12,7 @@ import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import psycopg
+import asyncpg
 
 from howdah.app import App
 from howdah.chaos import ledger, watched
@@ -87,16 +87,22 @@ async def flaky(tag: str, failures: int = 1) -> None:
 
 
 @app.task(name="chaos.once", max_attempts=5, retry=SOON)
-def once(tag: str) -> None:
+async def once(tag: str) -> None:
     """Its row and its completion in one transaction: exactly once, whatever happens to the worker."""
     context, asked = current(), time.monotonic()
-    with psycopg.connect(os.environ["HOWDAH_DATABASE_URL"], connect_timeout=3) as conn:
-        conn.execute(
-            f"INSERT INTO {quote_schema(SCHEMA)}.{EFFECTS} (job_id, tag) VALUES (%s, %s)".encode(),
-            (context.id, tag),
-        )
-        note("effect", context)
-        app.queue.complete(context.completion(), conn=conn)
+    # A line that goes dead in a transaction would keep the job locked for as long as it is waited for.
+    conn = await asyncpg.connect(os.environ["HOWDAH_DATABASE_URL"], timeout=3, command_timeout=3)
+    try:
+        async with conn.transaction():
+            await conn.execute(
+                f"INSERT INTO {quote_schema(SCHEMA)}.{EFFECTS} (job_id, tag) VALUES ($1, $2)",
+                context.id,
+                tag,
+            )
+            note("effect", context)
+            await app.aqueue.complete(context.completion(), conn=conn)
+    finally:
+        conn.terminate()
     note("ack-accepted", context, what="complete", final=True, asked=asked)
 
 

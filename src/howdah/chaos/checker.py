@@ -340,15 +340,28 @@ class Checker:
     # ── P9 ────────────────────────────────────────────────────────────────────────────────────────
 
     def recovery(self) -> Iterator[Finding]:
-        """Leases that ran out and that nobody took back in time, though the database was there."""
+        """Leases that ran out and that nobody took back in time, though the database was there and a
+        worker as well."""
         told = set()
         for line in self.history.overdue:
             calm = [end for begin, end in self._common if begin < line.t]
             waited = min([line["seconds"], *(line.t - end for end in calm)])
-            if waited > RECOVERY and line["fence"] not in told:
+            if line["fence"] in told or waited <= RECOVERY:
+                continue
+            if self._somebody_worked(line.t - RECOVERY, line.t):
                 told.add(line["fence"])
                 what = f"was not taken back {waited:.1f} s after its lease ran out"
                 yield Finding("P9", line["job"], what, _numbers(line))
+
+    def _somebody_worked(self, since: float, until: float) -> bool:
+        """Whether one worker at least was there all the time, and no fault kept it from working."""
+        for worker, ready in self.history.ready.items():
+            left = self.history.exits.get(worker)
+            if ready.t < since and (left is None or left.t > until):
+                faults = self._worker_faults(worker)
+                if not any(begin < until and end > since for begin, end in faults):
+                    return True
+        return False
 
     def resumption(self) -> Iterator[Finding]:
         """Workers that did not find back to the database after a fault of it had ended."""

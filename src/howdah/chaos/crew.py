@@ -41,6 +41,7 @@ class Child:
         self.process = process
         self.log = log
         self.noted = False
+        self._ready = False
 
     @property
     def pid(self) -> int:
@@ -53,7 +54,8 @@ class Child:
     @property
     def ready(self) -> bool:
         """Whether it said that it has started."""
-        return b"worker started" in self.log.read_bytes()
+        self._ready = self._ready or b"worker started" in self.log.read_bytes()
+        return self._ready
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, if there is still somebody to get it."""
@@ -102,6 +104,7 @@ class Crew:
         self._environment = dict(environment or {})
         self._worker_options = list(worker_options)
         self._children: list[Child] = []
+        self._started: set[int] = set()
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="chaos-crew", daemon=True)
@@ -191,6 +194,7 @@ class Crew:
         while not self._closing.wait(LOOK_EVERY):
             with self._lock:
                 self._note_exits()
+                self._note_starts()
                 for _ in range(self.size - len(self.workers())):
                     self.start_worker()
 
@@ -202,6 +206,12 @@ class Crew:
                 _end_group(child.pid)
                 self.exits[f"{child.role} {code}"] += 1
                 self.ledger.write("exit", child=child.pid, role=child.role, code=code)
+
+    def _note_starts(self) -> None:
+        for child in self._children:
+            if child.pid not in self._started and child.alive and child.ready:
+                self._started.add(child.pid)
+                self.ledger.write("ready", child=child.pid, role=child.role)
 
     # ── stopping ──────────────────────────────────────────────────────────────────────────────────
 

@@ -126,6 +126,7 @@ class History:
         self.enqueues: dict[str, Enqueue] = {}
         self.jobs: dict[str, list[Lease]] = defaultdict(list)
         self.windows: dict[int, Window] = {}
+        self.ready: dict[int, Line] = {}
         self.exits: dict[int, Line] = {}
         self.troubles: dict[int, list[Line]] = defaultdict(list)
         self.overdue: list[Line] = []
@@ -148,6 +149,8 @@ class History:
                     self.windows[line["fault"]] = window
                 else:
                     self.windows[line["fault"]].end = line
+            case "ready":
+                self.ready[line["child"]] = line
             case "exit":
                 self.exits[line["child"]] = line
             case "trouble" | "well":

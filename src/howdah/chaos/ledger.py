@@ -19,7 +19,7 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     well                  asked, function   one was answered, late or after trouble
     fault                 fault, name, phase ("begin" or "end"), scope ("worker", "connection", "server"),
                           target (a process id), …
-    exit                  child, role, code     a process ended
+    ready, exit           child, role, code     a worker said that it works; a process ended
     overdue               job, fence, seconds   a lease ran out so long ago and nobody took the job back
     sample                pending, due, claimed, finished
 """

@@ -32,7 +32,8 @@ TIMEOUT = 10.0
 PRIORITIES = (EXPLICIT, DISCOVERED, BACKFILL)
 POISON_RESULTS = ("nul", "unspeakable", "nan", "huge", "object", "text")
 POISON_PAYLOADS: Sequence[Any] = ("\x00", "\ud800", float("inf"), "x" * 200_000, [object()])
-QUIET_TYPES = ("chaos.quick", "chaos.nap", "chaos.thread")
+NAP = "chaos.nap"
+QUIET_TYPES = ("chaos.quick", NAP, "chaos.thread")
 MISFITS = (
     "chaos.killer", "chaos.staller", "chaos.deaf", "chaos.forker", "chaos.segfault", "chaos.glutton",
 )  # fmt: skip
@@ -173,10 +174,10 @@ class Producer:
     # ── one call ──────────────────────────────────────────────────────────────────────────────────
 
     def _plain(self) -> NewJob:
-        (kind,) = self._random.choices(QUIET_TYPES, [8, 2, 1])
+        (kind,) = self._random.choices(QUIET_TYPES, [12, 4, 1])
         most = 1 if self._random.random() < 0.1 else 5
-        priority = self._random.choice(PRIORITIES)
-        return self._job(kind, max_attempts=most, priority=priority)
+        data = {"seconds": round(self._random.uniform(0.05, 0.8), 2)} if kind == NAP else None
+        return self._job(kind, data, max_attempts=most, priority=self._random.choice(PRIORITIES))
 
     def _job(self, job_type: str, data: dict[str, Any] | None = None, **options: Any) -> NewJob:
         tag = f"{self._number}-{next(self._tags)}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from howdah.chaos.scenario import Place
 
 SAMPLE = 0.5
-CONCURRENCY = 8
+CONCURRENCY = 16
 GRACE = 5.0
 OVERDUE = 5.0
 LANES = ("chaos.quick", "chaos.nap", "chaos.thread")
@@ -107,9 +107,6 @@ class Verdict:
         }
 
 
-Progress = "Callable[[dict[str, int]], None]"
-
-
 class Run:
     """A scenario on a place, with a seed."""
 
@@ -122,6 +119,7 @@ class Run:
         load: Load,
         *,
         show: Callable[[str, dict[str, Any]], None] = lambda what, facts: None,
+        tell: Callable[[str], None] = lambda text: None,
         sabotage: Callable[[psycopg.Connection[Any], str], None] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
@@ -132,6 +130,7 @@ class Run:
         self.load = load
         self.ledger = ledgers.Ledger(directory / ledgers.FILE)
         self._show = show
+        self._tell = tell
         self._sabotage = sabotage
         self._environment = {**scenario.environment, **(environment or {})}
         self._schema = quote_schema(place.schema)
@@ -147,6 +146,8 @@ class Run:
 
     def run(self) -> Verdict:
         """All of it; leaves no process behind, however it ends."""
+        for part, schedule in self.schedules:
+            self._tell(f"{part.name}: {'; '.join(str(fault).strip() for fault in schedule)}")
         self._prepare()
         crew = Crew(
             self.place, self.directory, self.ledger, lease=self.load.lease,
@@ -306,6 +307,14 @@ class Run:
         )
 
 
+def perform(
+    scenario: Scenario, common: Place, directory: Path, seed: int, load: Load, **more: Any
+) -> Verdict:
+    """Run a scenario where it wants to be run."""
+    with scenario.place(common, directory) as place:
+        return Run(scenario, place, directory, seed, load, **more).run()
+
+
 def read_database(place: Place) -> Database:
     """What the checker needs of the database."""
     schema = quote_schema(place.schema)
@@ -373,4 +382,4 @@ def recovery_times(history: History) -> dict[str, list[float]]:
     return {name: sorted(seconds) for name, seconds in times.items() if seconds}
 
 
-__all__ = ["ChaosError", "Load", "Run", "Verdict"]
+__all__ = ["ChaosError", "Load", "Run", "Verdict", "perform"]

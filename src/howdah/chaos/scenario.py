@@ -23,7 +23,7 @@ import contextlib
 import itertools
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -96,11 +96,11 @@ class Stage:
 class Scenario:
     """A kind of fault, or several. Subclasses say which and when."""
 
-    name: ClassVar[str]
-    about: ClassVar[str] = ""
-    workers: ClassVar[int] = 3
+    name: str
+    about: str = ""
+    workers: int = 3
     """How many workers there should be."""
-    environment: ClassVar[Mapping[str, str]] = {}
+    environment: Mapping[str, str] = {}
     """Variables for the workers' and producers' environment."""
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,12 @@ from howdah.chaos.scenario import Fault, Scenario, Stage, regularly
 from howdah.faults import POINTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
     from random import Random
 
     from howdah.chaos.crew import Child
+    from howdah.chaos.scenario import Place
 
 DEATH_PATIENCE = 15.0
 STOP_PATIENCE = 30.0
@@ -166,9 +169,21 @@ class Mixed(Scenario):
 
     def __init__(self, parts: Sequence[Scenario], name: str = "mixed") -> None:
         self.parts = parts
-        self.name = name  # type: ignore[misc]
-        self.about = "at once: " + ", ".join(part.name for part in parts)  # type: ignore[misc]
-        self.workers = max(part.workers for part in parts)  # type: ignore[misc]
+        self.name = name
+        self.about = "at once: " + ", ".join(part.name for part in parts)
+        self.workers = max(part.workers for part in parts)
+        self.environment = {k: v for part in parts for k, v in part.environment.items()}
+
+    @contextlib.contextmanager
+    def place(self, common: Place, directory: Path) -> Iterator[Place]:
+        """Each part's within the one before it."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                common = stack.enter_context(part.place(common, directory))
+            yield common
+
+    def findings(self, stage: Stage) -> list[str]:
+        return [finding for part in self.parts for finding in part.findings(stage)]
 
 
 def _await_ready(stage: Stage, worker: Child) -> None:

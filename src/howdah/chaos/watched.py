@@ -7,7 +7,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from howdah import queue as bare
+from howdah import async_queue, queue
 from howdah.async_store import AsyncStore
 from howdah.errors import DatabaseUnreachable
 from howdah.store import Store
@@ -156,4 +156,5 @@ def watch(ledger: Ledger, lease: float) -> None:
     # Where the worker and the bare queue look the names up.
     vars(runner)["AsyncStore"] = WatchedAsyncStore
     vars(runner)["Store"] = WatchedStore
-    vars(bare)["Store"] = WatchedStore
+    vars(queue)["Store"] = WatchedStore
+    vars(async_queue)["AsyncStore"] = WatchedAsyncStore
