@@ -21,6 +21,7 @@ from howdah import EXPLICIT, JobQueue
 from howdah.chaos import ledger
 from howdah.chaos.history import History
 from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
+from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.chaos.crew import Child
+
+
+FEWEST = 100
+"""Cuts of commits that a run must make."""
 
 
 class CutCommits(Scenario):
@@ -61,7 +66,12 @@ class CutCommits(Scenario):
 
     def findings(self, stage: Stage) -> list[str]:
         counts = self.cutter.counts()
-        return [
+        few = (
+            []
+            if sum(counts.values()) >= FEWEST
+            else [f"only {sum(counts.values())} cuts were made"]
+        )
+        return few + [
             f"no cut of {called} {'was' if committed else 'was not'} committed"
             for called in CALLS
             for committed in (True, False)
@@ -76,8 +86,7 @@ class WrongClocks(Scenario):
     about = "clocks of workers and producers one hour ahead and behind"
 
     def __init__(self, seconds: int = HOUR) -> None:
-        self._seconds = seconds
-        self.environment = off_by(seconds)  # type: ignore[misc]
+        self.environment = off_by(seconds)
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
         return [
@@ -98,11 +107,11 @@ class WrongClocks(Scenario):
 def _busiest(stage: Stage, besides: int) -> Child | None:
     """The worker that has most jobs in hand."""
     query = (
-        "SELECT split_part(worker_id, ':', 2)::int FROM howdah.live_jobs "
+        f"SELECT split_part(worker_id, ':', 2)::int FROM {quote_schema(stage.place.schema)}.live_jobs "
         "WHERE status = 'claimed' GROUP BY 1 ORDER BY count(*) DESC"
     )
     with psycopg.connect(stage.place.checker, autocommit=True) as conn:
-        busy = [pid for (pid,) in conn.execute(query) if pid != besides]
+        busy = [pid for (pid,) in conn.execute(query.encode()) if pid != besides]
     return next((w for pid in busy for w in stage.crew.workers() if w.pid == pid), None)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from howdah.chaos.run import Load, Run
+from howdah.chaos.run import Load, perform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,9 @@ def play(tmp_path: Path, request: pytest.FixtureRequest) -> Play:
     def run(scenario: Scenario, seconds: float, **load: Any) -> Verdict:
         # Only where it is wanted: most scenarios have a server of their own.
         common = _LateDatabase(lambda: request.getfixturevalue("database"))
-        with scenario.place(common, tmp_path) as place:  # type: ignore[arg-type]
-            return Run(scenario, place, tmp_path, 1, Load(seconds, **{"rate": 120.0} | load)).run()
+        return perform(
+            scenario, common, tmp_path, 1, Load(seconds, **{"rate": 120.0} | load)  # type: ignore[arg-type]
+        )  # fmt: skip
 
     return run
 

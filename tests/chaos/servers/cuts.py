@@ -11,6 +11,7 @@ import psycopg
 from gate import CUTS
 
 from children import until
+from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
     import random
@@ -47,17 +48,17 @@ def schedule(lots: random.Random, each: int) -> dict[str, list[Planned]]:
 
 
 class Cutter:
-    """The scissors of a gate: cuts by the schedule, one at a time, and decides in the database itself
+    """The scissors of a gate: cuts by the schedule, one of each call at a time, and decides in the database itself
     whether the round was committed."""
 
     def __init__(self, url: str, schema: str = "howdah") -> None:
         self._url = url
-        self._schema = schema
+        self._schema = quote_schema(schema)
         self._left: dict[str, list[Planned]] = {}
         self._stage: Stage | None = None
-        self._window = contextlib.ExitStack()
         self._spared: Counter[str] = Counter()
-        self._busy = threading.Lock()
+        self._windows = {called: contextlib.ExitStack() for called in CALLS}
+        self._busy = {called: threading.Lock() for called in CALLS}
         self.made: list[Made] = []
         self.empty = 0
         """Cuts of claims that found nothing to claim: there was nothing to commit."""
@@ -70,8 +71,9 @@ class Cutter:
     def end(self) -> None:
         """Make no more cuts; wait for the last one."""
         self._left = {}
-        with self._busy:
-            pass
+        for busy in self._busy.values():
+            with busy:
+                pass
 
     @property
     def is_done(self) -> bool:
@@ -79,18 +81,19 @@ class Cutter:
 
     def plan(self, this: Round) -> Cut | None:
         left = self._left.get(this.called)
-        if not left or self._busy.locked():
+        if not left or self._busy[this.called].locked():
             return None
         if self._spared[this.called] < left[-1].spared:
             self._spared[this.called] += 1
             return None
-        self._busy.acquire()
+        self._busy[this.called].acquire()
         self._spared[this.called] = 0
         return left.pop().cut
 
     def before(self, this: Round) -> set[Any]:
         if self._stage is not None:
-            self._window.enter_context(self._stage.fault(f"cut {this.called}", scope="connection"))
+            window = self._stage.fault(f"cut {this.called}", scope="connection")
+            self._windows[this.called].enter_context(window)
         return self._facts(this)
 
     def after(self, this: Round, cut: Cut, before: set[Any]) -> None:
@@ -104,8 +107,8 @@ class Cutter:
                 return
             self.made.append(Made(this.called, cut, committed))
         finally:
-            self._window.close()
-            self._busy.release()
+            self._windows[this.called].close()
+            self._busy[this.called].release()
 
     def counts(self) -> Counter[tuple[str, bool]]:
         """How many cuts of each call were committed, and how many were not."""
