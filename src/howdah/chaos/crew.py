@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from howdah.chaos.scenario import Place
 
 LOOK_EVERY = 0.05
+STARTED = b"r started"  # a worker's log, or a producer's
 START_PATIENCE = 60.0
 STOP_PATIENCE = 20.0
 APP = "howdah.chaos.app:app"
+PRODUCER = "howdah.chaos.producer"
 SCHEMA_VARIABLE = "HOWDAH_CHAOS_SCHEMA"
 LEASE_VARIABLE = "HOWDAH_CHAOS_LEASE"
 
@@ -54,7 +56,7 @@ class Child:
     @property
     def ready(self) -> bool:
         """Whether it said that it has started."""
-        self._ready = self._ready or b"worker started" in self.log.read_bytes()
+        self._ready = self._ready or STARTED in self.log.read_bytes()
         return self._ready
 
     def send(self, number: signal.Signals) -> None:
@@ -93,6 +95,8 @@ class Crew:
         lease: float,
         environment: Mapping[str, str] | None = None,
         worker_options: Sequence[str] = (),
+        app: str = APP,
+        producer: str = PRODUCER,
     ) -> None:
         self.place = place
         self.directory = directory
@@ -103,6 +107,8 @@ class Crew:
         """How processes ended, as "worker -9"."""
         self._environment = dict(environment or {})
         self._worker_options = list(worker_options)
+        self._app = app
+        self._producer = producer
         self._children: list[Child] = []
         self._started: set[int] = set()
         self._lock = threading.RLock()
@@ -145,12 +151,20 @@ class Crew:
 
     def start_worker(self, *options: str, role: str = "worker", **environment: str) -> Child:
         """One more worker, as `howdah worker` starts it. HOWDAH_FAULT="point:kill:n" arms it."""
-        command = ["-m", "howdah", "worker", APP, "--log-json", *self._worker_options, *options]
+        command = [
+            "-m",
+            "howdah",
+            "worker",
+            self._app,
+            "--log-json",
+            *self._worker_options,
+            *options,
+        ]
         return self.start(role, command, **environment)
 
     def start_producer(self, *options: str) -> Child:
         """One producer."""
-        return self.start("producer", ["-m", "howdah.chaos.producer", *options])
+        return self.start("producer", ["-m", self._producer, *options])
 
     def man(self, size: int) -> None:
         """Have so many workers, from now on, and wait until they have started."""
@@ -158,11 +172,15 @@ class Crew:
             self.size = size
             for _ in range(size - len(self.workers())):
                 self.start_worker()
+        self.await_ready("worker", size)
+
+    def await_ready(self, role: str, size: int) -> None:
+        """Wait until so many have started."""
         give_up = time.monotonic() + START_PATIENCE
-        while sum(worker.ready for worker in self.workers()) < size:
+        while sum(child.ready for child in self.children(role)) < size:
             if time.monotonic() > give_up:
-                logs = [worker.log.read_text(errors="replace")[-500:] for worker in self.workers()]
-                raise ChaosError(f"the workers did not start within a minute: {logs}")
+                logs = [child.log.read_text(errors="replace")[-500:] for child in self._children]
+                raise ChaosError(f"the {role}s did not start within a minute: {logs}")
             time.sleep(LOOK_EVERY)
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────

@@ -131,6 +131,7 @@ class History:
         self.troubles: dict[int, list[Line]] = defaultdict(list)
         self.overdue: list[Line] = []
         self.samples: list[Line] = []
+        self.notes: list[Line] = []
         self._leases: dict[tuple[str, str], Lease] = {}
         for line in lines:
             self._take(line)
@@ -159,6 +160,8 @@ class History:
                 self.overdue.append(line)
             case "sample":
                 self.samples.append(line)
+            case "note":
+                self.notes.append(line)
             case _:
                 self._take_lease(line)
 

@@ -21,6 +21,7 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
                           target (a process id), …
     ready, exit           child, role, code     a worker said that it works; a process ended
     overdue               job, fence, seconds   a lease ran out so long ago and nobody took the job back
+    note                  text          anything else worth knowing
     sample                pending, due, claimed, finished
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import time
@@ -233,6 +234,8 @@ def main() -> None:
         producer.stopping = True
 
     signal.signal(signal.SIGTERM, stop)
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger(__name__).info("producer started")
     producer.run(options.rate, options.most, misfits=options.misfits, processes=options.processes)
 
 

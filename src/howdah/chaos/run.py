@@ -121,7 +121,7 @@ class Run:
         show: Callable[[str, dict[str, Any]], None] = lambda what, facts: None,
         tell: Callable[[str], None] = lambda text: None,
         sabotage: Callable[[psycopg.Connection[Any], str], None] | None = None,
-        environment: dict[str, str] | None = None,
+        crew: dict[str, Any] | None = None,
     ) -> None:
         self.scenario = scenario
         self.place = place
@@ -132,7 +132,7 @@ class Run:
         self._show = show
         self._tell = tell
         self._sabotage = sabotage
-        self._environment = {**scenario.environment, **(environment or {})}
+        self._crew = {"environment": scenario.environment, **(crew or {})}
         self._schema = quote_schema(place.schema)
         self._failure: BaseException | None = None
         self._facts: dict[str, Any] = {}
@@ -151,8 +151,7 @@ class Run:
         self._prepare()
         crew = Crew(
             self.place, self.directory, self.ledger, lease=self.load.lease,
-            environment=self._environment,
-            worker_options=["--concurrency", str(CONCURRENCY), "--grace", str(GRACE)],
+            worker_options=["--concurrency", str(CONCURRENCY), "--grace", str(GRACE)], **self._crew,
         )  # fmt: skip
         stage = Stage(
             self.place, self.directory, Random(self.seed), self.ledger, crew, self.load.lease  # noqa: S311
@@ -195,6 +194,7 @@ class Run:
                 "--number", str(number), "--seed", str(self.seed), "--rate", str(each),
                 "--backlog", str(self.load.backlog), *options,
             )  # fmt: skip
+        crew.await_ready("producer", self.load.producers)
 
     def _strike(self, stage: Stage) -> bool:
         """Let the scenarios strike, then wait for every job to end; whether all did."""
@@ -284,6 +284,9 @@ class Run:
         notes = self.scenario.findings(stage)
         if not drained:
             notes.append("some jobs had not ended when the run's patience was over")
+        acknowledged = len({job for job, _, _ in history.acknowledged()})
+        if not acknowledged:
+            notes.append("no job was ever acknowledged: nothing was shown")
         statuses: dict[str, int] = {}
         for row in database.rows:
             statuses[row.status] = statuses.get(row.status, 0) + 1
@@ -296,7 +299,7 @@ class Run:
             seed=self.seed,
             seconds=self.load.seconds,
             findings=findings,
-            acknowledged=len({job for job, _, _ in history.acknowledged()}),
+            acknowledged=acknowledged,
             statuses=statuses,
             executions=sum(bool(x.starts) for leases in history.jobs.values() for x in leases),
             hits=count_hits(history, self.load.lease),
