@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,7 @@ class Run:
         self.place = place
         self.directory = directory
         self.seed = seed
-        self.load = load
+        self.load = load = replace(load, seconds=max(load.seconds, scenario.least))
         self.ledger = ledgers.Ledger(directory / ledgers.FILE)
         self._show = show
         self._tell = tell

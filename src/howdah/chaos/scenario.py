@@ -100,6 +100,8 @@ class Scenario:
     about: str = ""
     workers: int = 3
     """How many workers there should be."""
+    least: float = 0.0
+    """Seconds of load below which it cannot show what it is for."""
     environment: Mapping[str, str] = {}
     """Variables for the workers' and producers' environment."""
 

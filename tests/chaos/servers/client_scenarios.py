@@ -7,6 +7,7 @@ import itertools
 import signal
 import subprocess
 import sys
+from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
 import psycopg
@@ -15,6 +16,7 @@ from clock import HOUR, off_by
 from cuts import CALLS, Cutter, schedule
 from gate import Gate
 from machines import machine, workspace
+from server_scenarios import while_loaded
 
 from children import until
 from howdah import EXPLICIT, JobQueue
@@ -26,7 +28,6 @@ from howdah.statements import quote_schema
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-    from random import Random
     from uuid import UUID
 
     from howdah.chaos.crew import Child
@@ -41,6 +42,7 @@ class CutCommits(Scenario):
 
     name = "cut commits"
     about = "the line is cut between COMMIT and its answer"
+    least = 40.0
     each: ClassVar[int] = 40
     """Cuts of each kind."""
     cutter: Cutter
@@ -55,13 +57,15 @@ class CutCommits(Scenario):
             gate.close()
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        """All begin at once: what counts is not the time but which of the statements is cut."""
-        return [Fault(0.5, "cut commits", schedule(random, self.each))]
+        """All begin at once: what counts is not the time but which of the statements is cut, and that
+        the lot decides."""
+        return [Fault(0.1, self.name, {"of each call": self.each, "lot": random.randrange(10**9)})]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        self.cutter.begin(fault.detail, stage)
-        while not self.cutter.is_done and not stage.sleep(0.1):
-            pass
+        lot = Random(fault.detail["lot"])
+        self.cutter.begin(schedule(lot, fault.detail["of each call"]), stage)
+        while not self.cutter.is_done and stage.crew.producers():
+            stage.sleep(0.1)
         self.cutter.end()
 
     def findings(self, stage: Stage) -> list[str]:
@@ -84,6 +88,7 @@ class WrongClocks(Scenario):
 
     name = "wrong clocks"
     about = "clocks of workers and producers one hour ahead and behind"
+    least = 12.0
 
     def __init__(self, seconds: int = HOUR) -> None:
         self.environment = off_by(seconds)
@@ -98,7 +103,9 @@ class WrongClocks(Scenario):
         """Another worker, with another clock, takes over from one that dies with jobs in hand."""
         new = stage.crew.start_worker(**off_by(fault.detail["the next one's clock"]))
         until(lambda: new.ready or not new.alive, "a worker started")
-        victim = until(lambda: _busiest(stage, besides=new.pid), "a worker has jobs in hand")
+        victim = while_loaded(stage, lambda: _busiest(stage, besides=new.pid))
+        if victim is None:
+            return
         with stage.fault(fault.name, scope="worker", target=victim.pid):
             victim.kill()
             victim.wait(30)
@@ -137,6 +144,7 @@ class RollingUpgrade(Scenario):
 
     name = "rolling upgrade"
     about = "the next release migrates, and replaces the old workers one by one"
+    least = 15.0
     build: Path
     old: frozenset[int]
 
@@ -190,6 +198,7 @@ class Stalls(Scenario):
 
     name = "stalls"
     about = "a handler blocks the event loop past several leases"
+    least = 12.0
     workers = 2
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:

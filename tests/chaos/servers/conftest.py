@@ -1,4 +1,4 @@
-"""Runs a scenario for a while and judges it."""
+"""Plays a scenario and judges it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Play(Protocol):
-    """Plays a scenario for so many seconds."""
+    """Plays a scenario for as long as it needs."""
 
-    def __call__(self, scenario: Scenario, seconds: float, **load: Any) -> Verdict: ...
+    def __call__(self, scenario: Scenario, **load: Any) -> Verdict: ...
 
 
 @pytest.fixture
 def play(tmp_path: Path, request: pytest.FixtureRequest) -> Play:
-    def run(scenario: Scenario, seconds: float, **load: Any) -> Verdict:
+    def run(scenario: Scenario, **load: Any) -> Verdict:
         # Only where it is wanted: most scenarios have a server of their own.
         common = _LateDatabase(lambda: request.getfixturevalue("database"))
         return perform(
-            scenario, common, tmp_path, 1, Load(seconds, **{"rate": 120.0} | load)  # type: ignore[arg-type]
+            scenario, common, tmp_path, 1, Load(**{"seconds": 0.0, "rate": 120.0} | load)  # type: ignore[arg-type]
         )  # fmt: skip
 
     return run

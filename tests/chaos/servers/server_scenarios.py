@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import disturbances
 import psycopg
@@ -19,7 +19,7 @@ from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
 from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from random import Random
 
@@ -27,12 +27,24 @@ if TYPE_CHECKING:
     from howdah.embedded import EmbeddedServer
 
 
+T = TypeVar("T")
+
+
+def while_loaded(stage: Stage, condition: Callable[[], T | None]) -> T | None:
+    """The condition's value once it is true, or None if the load ends before that."""
+    while stage.crew.producers():
+        if value := condition():
+            return value
+        stage.sleep(0.02)
+    return None
+
+
 def in_the_middle(stage: Stage, jobs: int = 3) -> None:
     """Wait until workers have some jobs in hand, lest the fault hits nobody."""
     table = f"{quote_schema(stage.place.schema)}.live_jobs"
     query = f"SELECT count(*) >= {jobs} FROM {table} WHERE status = 'claimed'"
     with psycopg.connect(stage.place.checker, autocommit=True) as conn:
-        until(lambda: conn.execute(query.encode()).fetchone() == (True,), "workers are at work")
+        while_loaded(stage, lambda: (conn.execute(query.encode()).fetchone() or [None])[0])
 
 
 class FailOver(Scenario):
@@ -40,6 +52,7 @@ class FailOver(Scenario):
 
     name = "fail over"
     about = "kill -9 of the primary, a synchronous standby promoted"
+    least = 10.0
     synchronous: ClassVar[bool] = True
     pair: Replicas
 
@@ -92,7 +105,7 @@ class FailOverWithLoss(FailOver):
         self.pair.pause_replication()
         # Behind by a time, and by at least one acknowledged enqueue.
         known = _acknowledged(stage)
-        until(lambda: _acknowledged(stage) - known, "something was enqueued meanwhile")
+        while_loaded(stage, lambda: _acknowledged(stage) - known)
         stage.sleep(fault.detail["behind"])
         in_the_middle(stage)
         with stage.fault(fault.name, scope="server"):
@@ -122,6 +135,7 @@ class DiskFull(Scenario):
 
     name = "disk full"
     about = "no room for data, then room again"
+    least = 16.0
     part: ClassVar[Part] = "data"
     server: EmbeddedServer
     disk: SmallDisk
@@ -180,6 +194,7 @@ class Pooled(Scenario):
 
     name = "pooler"
     about = "PgBouncer in transaction mode, restarted and killed"
+    least = 18.0
     pooler: Pooler
 
     @contextlib.contextmanager
@@ -213,6 +228,7 @@ class Neighbours(Scenario):
 
     name = "neighbours"
     about = "a held transaction, a DDL lock, REINDEX, no connection left"
+    least = 28.0
     server: EmbeddedServer
     KINDS = (
         "hold a transaction",
@@ -251,7 +267,7 @@ class Neighbours(Scenario):
                     stage.fault(fault.name, scope="server"),
                     disturbances.ddl_lock(url) as pid,
                 ):
-                    until(lambda: disturbances.waiting_for(url, pid), "somebody waits for the lock")
+                    while_loaded(stage, lambda: disturbances.waiting_for(url, pid))
                     stage.sleep(seconds)
             case "no connection left":
                 with (

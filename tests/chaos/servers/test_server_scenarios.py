@@ -44,12 +44,12 @@ def assert_kept(verdict: Verdict, *struck: str) -> None:
 def test_a_synchronous_standby_that_takes_over_has_everything(
     play: Play, scenario: type[FailOver]
 ) -> None:
-    assert_kept(play(scenario(), 10), "fail over")
+    assert_kept(play(scenario()), "fail over")
 
 
 def test_what_an_asynchronous_standby_lacks_is_reported_by_id(play: Play, tmp_path: Path) -> None:
     scenario = FailOverWithLoss()
-    verdict = play(scenario, 10)
+    verdict = play(scenario)
     assert_kept(verdict, "fail over")
     # What the checker says is gone, against what is on the dead primary's disk and was acknowledged.
     acknowledged = {
@@ -66,22 +66,22 @@ no_disk = pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.w
 @no_disk
 @pytest.mark.parametrize("scenario", [DiskFull, WalFull])
 def test_a_disk_that_ran_full_loses_nothing(play: Play, scenario: type[DiskFull]) -> None:
-    assert_kept(play(scenario(), 16), scenario.name)
+    assert_kept(play(scenario()), scenario.name)
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason=pooler.MISSING)
 def test_a_pooler_may_be_restarted_and_killed(play: Play) -> None:
-    assert_kept(play(Pooled(), 18), "restart the pooler", "kill the pooler")
+    assert_kept(play(Pooled()), "restart the pooler", "kill the pooler")
 
 
 @pytest.mark.skipif(clock.library() is None, reason=clock.MISSING)
 @pytest.mark.parametrize("hour", [clock.HOUR, -clock.HOUR])
 def test_the_clocks_of_workers_and_producers_do_not_matter(play: Play, hour: int) -> None:
-    assert_kept(play(WrongClocks(hour), 12), "kill worker")
+    assert_kept(play(WrongClocks(hour)), "kill worker")
 
 
 def test_what_others_do_to_the_database_costs_nothing_but_time(play: Play) -> None:
-    verdict = play(Neighbours(), 28)
+    verdict = play(Neighbours())
     assert_kept(verdict, "lock for DDL", "no connection left", "REINDEX", "REINDEX CONCURRENTLY")
     assert verdict.planned["hold a transaction"]
 
@@ -90,7 +90,7 @@ def test_an_answer_that_never_came_is_asked_for_again_and_nothing_is_done_twice(
     play: Play,
 ) -> None:
     scenario = CutCommits()
-    verdict = play(scenario, 40, rate=80)
+    verdict = play(scenario)
     assert_kept(verdict, *(f"cut {called}" for called in CALLS))
     counts = scenario.cutter.counts()
     assert sum(counts.values()) >= 100
@@ -98,8 +98,8 @@ def test_an_answer_that_never_came_is_asked_for_again_and_nothing_is_done_twice(
 
 
 def test_old_workers_go_on_while_the_next_release_migrates_and_takes_over(play: Play) -> None:
-    assert_kept(play(RollingUpgrade(), 15), "replace worker")
+    assert_kept(play(RollingUpgrade()), "replace worker")
 
 
 def test_an_event_loop_that_stands_still_costs_no_lease(play: Play) -> None:
-    assert_kept(play(Stalls(), 16, lease=1.0), "stall")
+    assert_kept(play(Stalls(), lease=1.0), "stall")
