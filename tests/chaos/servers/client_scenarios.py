@@ -100,25 +100,23 @@ class WrongClocks(Scenario):
         ]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        """Another worker, with another clock, takes over from one that dies with jobs in hand."""
-        new = stage.crew.start_worker(**off_by(fault.detail["the next one's clock"]))
-        until(lambda: new.ready or not new.alive, "a worker started")
-        victim = while_loaded(stage, lambda: _busiest(stage, besides=new.pid))
-        if victim is None:
-            return
-        with stage.fault(fault.name, scope="worker", target=victim.pid):
-            victim.kill()
-            victim.wait(30)
+        """One that has jobs in hand dies; another with another clock takes its place."""
+        victim = while_loaded(stage, lambda: _busiest(stage))
+        if victim is not None:
+            with stage.fault(fault.name, scope="worker", target=victim.pid):
+                victim.kill()
+                victim.wait(30)
+            stage.crew.start_worker(**off_by(fault.detail["the next one's clock"]))
 
 
-def _busiest(stage: Stage, besides: int) -> Child | None:
+def _busiest(stage: Stage) -> Child | None:
     """The worker that has most jobs in hand."""
     query = (
         f"SELECT split_part(worker_id, ':', 2)::int FROM {quote_schema(stage.place.schema)}.live_jobs "
         "WHERE status = 'claimed' GROUP BY 1 ORDER BY count(*) DESC"
     )
     with psycopg.connect(stage.place.checker, autocommit=True) as conn:
-        busy = [pid for (pid,) in conn.execute(query.encode()) if pid != besides]
+        busy = [pid for (pid,) in conn.execute(query.encode())]
     return next((w for pid in busy for w in stage.crew.workers() if w.pid == pid), None)
 
 

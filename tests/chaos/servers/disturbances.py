@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_NOT_VALID = """
+    SELECT i.indexrelid::regclass::text
+    FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indrelid
+    WHERE c.relnamespace = 'howdah'::regnamespace AND NOT i.indisvalid
+"""
+
+
 @contextlib.contextmanager
 def held_transaction(url: str) -> Iterator[int]:
     """Somebody has read the queue and gone to lunch: `idle in transaction`, with a snapshot that vacuum
@@ -48,20 +55,31 @@ def waiting_for(url: str, pid: int) -> int:
 
 
 def reindex(url: str, *, concurrently: bool) -> None:
-    """Build the indexes of the queue's tables anew."""
+    """Build the indexes of the table of live jobs anew.
+
+    It takes its locks one after the other, so whoever reads before it writes may meet it in a deadlock;
+    PostgreSQL then ends either, and one tries again."""
     how = " CONCURRENTLY" if concurrently else ""
     with psycopg.connect(url, autocommit=True) as conn:
-        conn.execute(f"REINDEX TABLE{how} howdah.live_jobs".encode())
+        while True:
+            try:
+                conn.execute(f"REINDEX TABLE{how} howdah.live_jobs".encode())
+            except psycopg.errors.DeadlockDetected:
+                _drop_half_built(conn)
+            else:
+                return
+
+
+def _drop_half_built(conn: psycopg.Connection[Any]) -> None:
+    """What a REINDEX CONCURRENTLY that was ended leaves behind."""
+    for (index,) in conn.execute(_NOT_VALID).fetchall():
+        conn.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {index}".encode())
 
 
 def indexes_are_valid(url: str) -> bool:
     """Whether a REINDEX has left nothing half-built behind."""
     with psycopg.connect(url, autocommit=True) as conn:
-        broken = conn.execute(
-            "SELECT i.indexrelid::regclass FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indrelid "
-            "WHERE c.relnamespace = 'howdah'::regnamespace AND NOT i.indisvalid"
-        ).fetchall()
-    return not broken
+        return not conn.execute(_NOT_VALID).fetchall()
 
 
 @contextlib.contextmanager
