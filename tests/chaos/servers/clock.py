@@ -27,5 +27,5 @@ def off_by(seconds: int) -> dict[str, str]:
         "LD_PRELOAD": str(found),
         "FAKETIME": f"{seconds:+d}",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "DONT_FAKE_MONOTONIC": "1",
+        "PYTHONPATH": str(Path(__file__).parent / "wrong_clock"),
     }

@@ -129,7 +129,7 @@ def test_a_pooler_keeps_its_port_when_it_is_killed_and_started_again(
 def test_a_clock_that_is_off_is_off_in_that_process_and_its_monotonic_clock_is_not(
     seconds: int,
 ) -> None:
-    program = "import time; print(time.time(), time.monotonic())"
+    program = "import time; time.sleep(0.01); print(time.time(), time.monotonic())"
     before = time.time(), time.monotonic()
     said = subprocess.run(
         [sys.executable, "-c", program],
