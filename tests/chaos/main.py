@@ -7,9 +7,11 @@ python tests/chaos/main.py full [--seed N] [--seconds S] [--scenario NAME …] [
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -83,11 +85,12 @@ def alone() -> list[Scenario]:
 
 def servers() -> list[Scenario]:
     """Those that need servers of their own, where they are there."""
-    if not (HERE / "servers" / "scenarios.py").exists():
-        return []
-    import scenarios  # type: ignore[import-not-found]
-
-    return list(scenarios.SCENARIOS)
+    found = []
+    for path in sorted((HERE / "servers").glob("*_scenarios.py")):
+        if not path.name.startswith("test_"):
+            module = importlib.import_module(path.stem)
+            found += [each() for each in module.SCENARIOS]
+    return found
 
 
 def mixed() -> list[Scenario]:
@@ -256,6 +259,9 @@ def main() -> None:
     parser.add_argument("--report", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    # Through every `finally`, so that no process is left.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     # A file has room for the whole table.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(f"chaos, {options.what}, seed {options.seed}")
