@@ -38,6 +38,13 @@ class KillAfterClaim(FaultPoints):
         return [Fault(at, "kill at fault point", detail) for at in (0.5, 2.0, 3.5, 5.0)]
 
 
+class KillOne(KillWorkers):
+    """One worker dies, and others are left who could do something about it."""
+
+    name = "kill one"
+    every = 1000.0
+
+
 class LongPauses(PauseWorkers):
     """Until another worker certainly has the jobs, and is at them."""
 
@@ -99,9 +106,9 @@ BUILDS = [
     ),
     Build("the caller's transaction", "P5", producer=True),
     Build(
-        "recovery", "P9", KillWorkers,
+        "recovery", "P9", KillOne,
         script="UPDATE maintenance SET due_at = 'infinity' WHERE duty IN ('recover', 'sweep')",
-        load=Load(seconds=7, rate=120, workers=3, lease=2, patience=10, backlog=400),
+        load=Load(seconds=7, rate=120, workers=3, lease=2, patience=20, backlog=400),
     ),
     Build(
         "the order of a lane", "P7",

@@ -76,6 +76,7 @@ def assert_nothing_is_left(chaos: Chaos, conn: psycopg.Connection[Any]) -> None:
     until(lambda: conn.execute(OTHERS).fetchone() == (0,), "every connection was closed")
 
 
+@pytest.mark.slow
 def test_it_kills_workers_keeps_every_promise_and_leaves_nothing(
     chaos: Chaos, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
@@ -96,6 +97,7 @@ def test_it_kills_workers_keeps_every_promise_and_leaves_nothing(
     assert conn.execute("SELECT count(*) FROM howdah.jobs").fetchone() == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_nothing_is_left_when_it_is_stopped_in_the_middle(
     chaos: Chaos, connect: Callable[..., psycopg.Connection[Any]], number: signal.Signals
@@ -111,14 +113,15 @@ def test_nothing_is_left_when_it_is_stopped_in_the_middle(
             return False
         return conn.execute(f"SELECT FROM {names[0]}.workers".encode()).rowcount > 0
 
-    until(has_workers, "its workers have started")
+    until(has_workers, "its workers have started", 180)
     assert chaos.processes()
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     assert process.returncode == 128 + number
     assert_nothing_is_left(chaos, conn)
 
 
+@pytest.mark.slow
 def test_a_broken_promise_is_told_job_by_job_and_by_the_exit_code(
     chaos: Chaos, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:

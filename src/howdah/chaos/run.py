@@ -203,9 +203,10 @@ class Run:
             thread.start()
         while time.monotonic() < began + self.load.seconds and self._failure is None:
             time.sleep(0.1)
-        stage.crew.dismiss("producer")
+        # A fault that is under way, such as a worker that is yet to reach its fault point, needs work.
         for thread in threads:
             thread.join(60)
+        stage.crew.dismiss("producer")
         drained = self._failure is None and self._drain()
         stage.stopping.set()
         looking.join(10)
