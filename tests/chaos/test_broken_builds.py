@@ -4,7 +4,7 @@ pass the very same run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,8 +152,10 @@ def perform(tmp_path: Path, database: str) -> Callable[..., tuple[Verdict, Histo
             if not healthy:
                 break_functions(conn, schema, build)
 
+        # Those that never end what they began need not be waited for.
+        load = replace(build.load, patience=120) if healthy else build.load
         run = Run(
-            build.scenario(), Place(database, database), tmp_path, 5, build.load,
+            build.scenario(), Place(database, database), tmp_path, 5, load,
             sabotage=sabotage, crew=crew,
         )  # fmt: skip
         return run.run(), History(ledger.read(tmp_path / ledger.FILE))

@@ -128,6 +128,13 @@ def test_two_live_leases() -> None:
     assert late.work(3.6, "b", 11).ack(3.8, "b", 11).row(fence="b").broken() == []
 
 
+def test_a_worker_that_hears_late_of_its_claim_is_not_taken_for_the_second() -> None:
+    story = Story().enqueue(0, JOB).claim(4, "b", 11, claims=2, attempt=2).work(4.1, "b", 11)
+    story.line(4.5, "claim", 10, job=JOB, fence="a", attempt=1, most=3, claims=1, type="chaos.quick",
+               queue="default", asked=1.0)  # fmt: skip
+    assert story.ack(5, "b", 11).row(fence="b", attempts=1).broken() == []
+
+
 def test_a_lease_that_was_extended_is_live_for_longer() -> None:
     story = killed(Story().enqueue(0, JOB).claim(1, "a"), 4).claim(4.5, "b", 11, claims=2)
     story.work(4.6, "b", 11).ack(4.8, "b", 11).row(fence="b", attempts=2)
