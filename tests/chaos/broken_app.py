@@ -10,6 +10,7 @@ import asyncpg
 
 from howdah.chaos import app as chaos
 from howdah.chaos.app import app
+from howdah.chaos.crew import EFFECTS
 from howdah.context import Context, current
 from howdah.execution import aexecute
 from howdah.outcome import Completed, Outcome
@@ -41,7 +42,7 @@ async def twice(tag: str) -> None:
     conn = await asyncpg.connect(os.environ["HOWDAH_DATABASE_URL"])
     try:
         await conn.execute(
-            f"INSERT INTO {chaos.SCHEMA}.{chaos.EFFECTS} (job_id, tag) VALUES ($1, $2)",
+            f"INSERT INTO {chaos.SCHEMA}.{EFFECTS} (job_id, tag) VALUES ($1, $2)",
             context.id,
             tag,
         )

@@ -7,9 +7,11 @@ python tests/chaos/main.py full [--seed N] [--seconds S] [--scenario NAME …] [
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -85,9 +87,7 @@ def servers() -> list[Scenario]:
     """Those that need servers of their own, where they are there."""
     if not (HERE / "servers" / "scenarios.py").exists():
         return []
-    import scenarios  # type: ignore[import-not-found]
-
-    return list(scenarios.SCENARIOS)
+    return list(importlib.import_module("scenarios").SCENARIOS)
 
 
 def mixed() -> list[Scenario]:
@@ -256,6 +256,9 @@ def main() -> None:
     parser.add_argument("--report", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    # Through every `finally`, so that no process is left.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     # A file has room for the whole table.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(f"chaos, {options.what}, seed {options.seed}")

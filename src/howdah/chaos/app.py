@@ -16,7 +16,7 @@ import asyncpg
 
 from howdah.app import App
 from howdah.chaos import ledger, watched
-from howdah.chaos.crew import LEASE_VARIABLE, SCHEMA_VARIABLE
+from howdah.chaos.crew import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.context import Context, current
 from howdah.retry import Retry
 from howdah.statements import quote_schema
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 SCHEMA = os.environ.get(SCHEMA_VARIABLE, "howdah")
 LEASE = float(os.environ.get(LEASE_VARIABLE, "2"))
-EFFECTS = "chaos_effects"
 SOON = Retry.fixed(0.05)
 
 _ledger = ledger.from_environment()

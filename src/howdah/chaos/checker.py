@@ -389,10 +389,12 @@ class Checker:
 
 
 def _successions(leases: list[Lease]) -> Iterator[tuple[Lease, Lease]]:
-    """Every lease with each later one of the same job."""
-    for index, first in enumerate(leases):
-        for second in leases[index + 1 :]:
-            yield first, second
+    """Every lease with each of the same job that is certainly later: asked for after the first one was
+    known. A worker may hear of its claim, and write it down, long after others have the job."""
+    for first in leases:
+        for second in leases:
+            if second.claim is not None and second.claim["asked"] > first.began:
+                yield first, second
 
 
 def _asked(line: Line) -> float:

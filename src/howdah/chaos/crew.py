@@ -29,6 +29,8 @@ APP = "howdah.chaos.app:app"
 PRODUCER = "howdah.chaos.producer"
 SCHEMA_VARIABLE = "HOWDAH_CHAOS_SCHEMA"
 LEASE_VARIABLE = "HOWDAH_CHAOS_LEASE"
+EFFECTS = "chaos_effects"
+"""The table of rows that handlers write together with their completion."""
 
 
 class ChaosError(HowdahError):
@@ -103,6 +105,8 @@ class Crew:
         self.ledger = ledger
         self.lease = lease
         self.size = 0
+        self._producing = self._numbers = 0
+        self._producer_options: Sequence[str] = ()
         self.exits: Counter[str] = Counter()
         """How processes ended, as "worker -9"."""
         self._environment = dict(environment or {})
@@ -162,16 +166,29 @@ class Crew:
         ]
         return self.start(role, command, **environment)
 
-    def start_producer(self, *options: str) -> Child:
-        """One producer."""
-        return self.start("producer", ["-m", self._producer, *options])
+    def produce(self, size: int, *options: str) -> None:
+        """Have so many producers, from now on, and wait until they have started."""
+        with self._lock:
+            self._producing = size
+            self._producer_options = options
+            self._replace()
+        self.await_ready("producer", size)
+
+    def _replace(self) -> None:
+        """Start as many as are missing."""
+        for _ in range(self.size - len(self.workers())):
+            self.start_worker()
+        for _ in range(self._producing - len(self.producers())):
+            # Each has a number of its own, by which it names its jobs.
+            self._numbers += 1
+            number = ["--number", str(self._numbers)]
+            self.start("producer", ["-m", self._producer, *number, *self._producer_options])
 
     def man(self, size: int) -> None:
         """Have so many workers, from now on, and wait until they have started."""
         with self._lock:
             self.size = size
-            for _ in range(size - len(self.workers())):
-                self.start_worker()
+            self._replace()
         self.await_ready("worker", size)
 
     def await_ready(self, role: str, size: int) -> None:
@@ -213,8 +230,7 @@ class Crew:
             with self._lock:
                 self._note_exits()
                 self._note_starts()
-                for _ in range(self.size - len(self.workers())):
-                    self.start_worker()
+                self._replace()
 
     def _note_exits(self) -> None:
         for child in self._children:
@@ -235,8 +251,11 @@ class Crew:
 
     def dismiss(self, role: str, patience: float = STOP_PATIENCE) -> None:
         """Ask all of a role to stop; kill those that do not."""
-        if role == "worker":
-            self.size = 0
+        with self._lock:
+            if role == "worker":
+                self.size = 0
+            else:
+                self._producing = 0
         leaving = self.children(role)
         for child in leaving:
             child.resume()
@@ -252,7 +271,7 @@ class Crew:
         self._closing.set()
         self._watching.join(10)
         with self._lock:
-            self.size = 0
+            self.size = self._producing = 0
             for child in self.children():
                 child.kill()
                 child.wait(5)

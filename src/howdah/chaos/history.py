@@ -151,7 +151,8 @@ class History:
                 else:
                     self.windows[line["fault"]].end = line
             case "ready":
-                self.ready[line["child"]] = line
+                if line["role"] != "producer":
+                    self.ready[line["child"]] = line
             case "exit":
                 self.exits[line["child"]] = line
             case "trouble" | "well":

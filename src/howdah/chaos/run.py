@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from howdah.chaos import ledger as ledgers
-from howdah.chaos.app import EFFECTS
 from howdah.chaos.checker import Checker, Finding
-from howdah.chaos.crew import ChaosError, Crew
+from howdah.chaos.crew import EFFECTS, ChaosError, Crew
 from howdah.chaos.history import Database, History, Row
 from howdah.chaos.producer import PRIORITIES
 from howdah.chaos.scenario import Fault, Scenario, Stage
@@ -189,12 +188,10 @@ class Run:
         each = self.load.rate / self.load.producers
         options = ["--misfits"] if self.load.misfits else []
         options += ["--processes"] if self.load.processes else []
-        for number in range(1, self.load.producers + 1):
-            crew.start_producer(
-                "--number", str(number), "--seed", str(self.seed), "--rate", str(each),
-                "--backlog", str(self.load.backlog), *options,
-            )  # fmt: skip
-        crew.await_ready("producer", self.load.producers)
+        crew.produce(
+            self.load.producers, "--seed", str(self.seed), "--rate", str(each),
+            "--backlog", str(self.load.backlog), *options,
+        )  # fmt: skip
 
     def _strike(self, stage: Stage) -> bool:
         """Let the scenarios strike, then wait for every job to end; whether all did."""
@@ -208,9 +205,10 @@ class Run:
             thread.start()
         while time.monotonic() < began + self.load.seconds and self._failure is None:
             time.sleep(0.1)
-        stage.crew.dismiss("producer")
+        # A fault that is under way, such as a worker that is yet to reach its fault point, needs work.
         for thread in threads:
             thread.join(60)
+        stage.crew.dismiss("producer")
         drained = self._failure is None and self._drain()
         stage.stopping.set()
         looking.join(10)
