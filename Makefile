@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test lint format typecheck unit smoke system chaos chaos-quick skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick skill-zip skill-figures clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -28,10 +28,10 @@ demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed ag
 recording: $(INSTALLED) ## Record the demo anew for the README
 	@$(PY) tools/record_demo.py
 
-test: lint typecheck unit smoke system chaos-quick ## Run the checks; `make slow` has the long ones
+test: lint typecheck unit smoke chaos-quick ## Run the checks; `make slow` has the long ones
 	@echo "make test: all checks passed."
 
-slow: $(INSTALLED) ## Follow every page of the documentation, the skill and the demo
+slow: $(INSTALLED) system ## Follow every page, the skill and the demo; test on the system's PostgreSQL
 	$(PY) -m pytest $(PARALLEL) -m slow
 
 lint: $(INSTALLED) ## Check style, formatting and layers

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,15 +32,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pg-bin", default=None, help="bin directory of the PostgreSQL to test on")
 
 
-SLOW = ("examples/", "skill/", "cli/test_demo.py", "cli/test_dev.py", "testing/test_plugin.py")
+def pytest_configure() -> None:
+    # A shell that runs us in the background has SIGINT ignored, and so would all of our children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SLOW = (
+    "examples/", "skill/", "cli/test_demo.py", "cli/test_dev.py",
+    "testing/test_guide.py", "testing/test_plugin.py",
+)  # fmt: skip
+README = "examples/test_pages.py::test_a_reader_can_follow_the_page[README.md]"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what follows whole pages and sessions of a person: `make slow` runs it."""
-    here = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(here).as_posix()
-        if path.startswith(SLOW) and not item.name.endswith("[README.md]"):
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith(SLOW) and name != README:
             item.add_marker("slow")
 
 

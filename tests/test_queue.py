@@ -34,6 +34,7 @@ from howdah import (
     NotClaimed,
     Status,
 )
+from howdah.operations import COPY_FROM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -235,6 +236,48 @@ def test_a_hundred_thousand_jobs_are_sent_in_few_statements(
     assert calls[0] <= 30
     assert queue.pending() == 100_000
     assert [job.data for job in queue.claim(batch_size=3)] == [0, 1, 2]
+
+
+AWKWARD = "a\tb\\c\nd\re\\N\\.\U0001f418 \x7f\u2028"
+AWKWARD_JOBS = [
+    NewJob(job_type=AWKWARD, data={AWKWARD: [AWKWARD, None, 1.5, {}]}, queue=AWKWARD, priority=-7),
+    NewJob(job_type="\\.", data="\\.", max_attempts=9, request_id=AWKWARD, keep=90),
+    NewJob(job_type="\\N", data=None, traceparent="00-\\N"),
+]
+
+
+def described(job: howdah.Job) -> tuple[object, ...]:
+    return (
+        job.job_type, job.data, job.queue, job.priority, job.max_attempts, job.request_id,
+        job.traceparent, job.keep, job.status, job.attempts, job.idempotency_key, job.result,
+    )  # fmt: skip
+
+
+async def test_what_is_sent_in_bulk_arrives_as_if_it_had_been_sent_alone(
+    queue: JobQueue, aqueue: AsyncJobQueue, connect: Callable[[], psycopg.Connection]
+) -> None:
+    alone = [described(queue.get(queue.enqueue_many([job])[0])) for job in AWKWARD_JOBS]
+    fill = [("fill", n) for n in range(COPY_FROM)]
+    for handles in (
+        queue.enqueue_many([*AWKWARD_JOBS, *fill]),
+        await aqueue.enqueue_many([*AWKWARD_JOBS, *fill]),
+    ):
+        assert all(handle.is_new for handle in handles)
+        assert [described(queue.get(handle)) for handle in handles[:3]] == alone
+    lanes = connect().execute("SELECT queue, job_type, priority FROM howdah.lanes").fetchall()
+    assert {(AWKWARD, AWKWARD, -7), ("default", "\\N", 100), ("default", "fill", 100)} <= set(lanes)
+    assert [job.data for job in queue.claim("fill", batch_size=3)] == [0, 1, 2]
+
+
+async def test_what_copy_cannot_send_goes_in_bulk_all_the_same(
+    queue: JobQueue, aqueue: AsyncJobQueue
+) -> None:
+    fill = [("fill", n) for n in range(COPY_FROM)]
+    late = NewJob(job_type="late", delay=3600)
+    first = queue.enqueue_many([*fill, late, NewJob(job_type="once", idempotency_key="k")])
+    second = await aqueue.enqueue_many([*fill, late, NewJob(job_type="once", idempotency_key="k")])
+    assert second[-1] == Handle(first[-1].id, False)
+    assert queue.get(second[-2]).run_at > queue.get(second[-1]).run_at + timedelta(minutes=59)
 
 
 def test_of_many_jobs_all_or_none_are_enqueued(

@@ -81,14 +81,15 @@ class Arguments:
                 field="data",
             )
         parameters = self.signature.parameters
-        for name in data.keys() - parameters.keys():
-            raise InvalidJob(f"{self.name} has no argument named {name!r}.", field="data")
         values: dict[str, Any] = {}
         for name, parameter in parameters.items():
             if name in data:
                 values[name] = self._read(parameter, data[name])
             elif parameter.default is parameter.empty and parameter.kind not in _VARIADIC:
                 raise InvalidJob(f"{self.name} misses its argument {name!r}.", field="data")
+        if len(values) < len(data):
+            unknown = next(name for name in data if name not in parameters)
+            raise InvalidJob(f"{self.name} has no argument named {unknown!r}.", field="data")
         return self.place(values, context)
 
     def place(self, values: dict[str, Any], context: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -101,7 +101,7 @@ class AsyncJobQueue:
 
     async def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
         encoded = self._do.encode_many(jobs)
-        statements = self._do.enqueue(encoded)
+        statements = self._do.enqueue_many(encoded, borrowed=conn is not None)
         try:
             if conn is not None:
                 answers = [await self._store.run(statement, conn) for statement in statements]

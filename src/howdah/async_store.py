@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -258,6 +259,12 @@ async def _leave_as_it_is(conn: Any) -> None:
 async def _afetch(conn: Any, statement: Statement[Any], broken: bool) -> Rows:
     if broken and statement.again is not None:
         statement = statement.again
+    if (copy := statement.copy) is not None:
+        await conn.copy_to_table(
+            copy.table, schema_name=copy.schema, columns=copy.columns, encoding="UTF8",
+            source=io.BytesIO(copy.lines),
+        )  # fmt: skip
+        return []
     limit = {} if statement.timeout is None else {"timeout": statement.timeout}
     rows: Rows = await conn.fetch(statement.text, *statement.parameters, **limit)
     return rows

@@ -16,7 +16,7 @@ from howdah import faults
 from howdah.errors import DatabaseUnreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from datetime import timedelta
     from uuid import UUID
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 FLUSH_URGENT = 0.05
 FLUSH = 0.5
 LONGEST_PERIOD = 10.0  # a worker is seen alive this often, whatever its leases
+SUSPICION = 0.5  # seconds a job may run before it is trusted not to kill us
 
 
 @dataclass(slots=True, eq=False)
@@ -101,12 +102,13 @@ class Heartbeat:
         """Keep this job's lease alive from now on."""
         self._runs[run.id] = run
 
-    def remove(self, run: Run) -> None:
-        """Let go of a job."""
+    def remove(self, runs: Iterable[Run]) -> None:
+        """Let go of jobs."""
         with self._buffering:
-            if self._runs.get(run.id) is run:
-                del self._runs[run.id]
-                self._shown.pop(run.id, None)
+            for run in runs:
+                if self._runs.get(run.id) is run:
+                    del self._runs[run.id]
+                    self._shown.pop(run.id, None)
 
     def runs(self) -> list[Run]:
         """Everything in flight."""
@@ -203,7 +205,7 @@ class Heartbeat:
             [stage for _, _, stage in reports],
         )
         answers = self._store.run(statement)
-        self._judge(answers)
+        self._judge([run for run, _, _ in reports], answers)
         skipped = {job_id for job_id, reported, mine, _ in answers if mine and not reported}
         with self._buffering:
             for run, percent, stage in reports:
@@ -278,13 +280,19 @@ class Heartbeat:
         # Each by itself: a report that cannot be written must not cost a lease.
         try:
             step()
+        except DatabaseUnreachable as error:
+            logger.warning("the heartbeat waits for the database", extra={"error": str(error)})
+            return False
         except Exception:
             logger.warning("the heartbeat failed and will try again", exc_info=True)
             return False
         return True
 
     def beat(self) -> None:
-        """Extend every lease, in one statement."""
+        """Extend every lease, in one statement.
+
+        A run of which the database knows that it started pays an attempt if this process is killed. So
+        one that has just begun is not told of yet: it may have begun beside the one that will kill us."""
         faults.reach("before-heartbeat")
         now = time.monotonic()
         runs = self.runs()
@@ -293,21 +301,28 @@ class Heartbeat:
                 [run.id for run in runs],
                 [run.lease_id for run in runs],
                 self._lease,
-                [None if run.started is None else now - run.started for run in runs],
+                [_elapsed(run, now) for run in runs],
             )
             with self._sending:
                 answers = self._store.run(statement)
-            self._judge(answers)
+            self._judge(runs, answers)
         touch = self._on_beat()
         if touch is not None:
             self._store.run(touch)
         self._beaten = time.monotonic()
         faults.reach("after-heartbeat")
 
-    def _judge(self, answers: list[tuple[UUID, bool, bool, bool]]) -> None:
+    def _judge(self, runs: list[Run], answers: list[tuple[UUID, bool, bool, bool]]) -> None:
+        # Of the runs that were asked about: a job may have been retried, and be ours again, meanwhile.
+        asked = {run.id: run for run in runs}
         for job_id, _, mine, cancel_requested in answers:
-            run = self._runs.get(job_id)
-            if run is None or run.finishing or run.settled or run.abort is not None:
+            run = asked[job_id]
+            if (
+                self._runs.get(job_id) is not run
+                or run.finishing
+                or run.settled
+                or run.abort is not None
+            ):
                 continue  # acknowledged meanwhile, or known already
             if not mine:
                 self._abort(run, "lost")
@@ -319,3 +334,9 @@ class Heartbeat:
         if run.context is not None:
             run.context.abort = why
         self._on_abort(run, why)
+
+
+def _elapsed(run: Run, now: float) -> float | None:
+    if run.started is None or now - run.started < SUSPICION:
+        return None
+    return now - run.started

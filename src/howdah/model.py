@@ -145,6 +145,9 @@ NewJobLike: TypeAlias = NewJob | Mapping[str, Any] | tuple[str, Any]
 """What `enqueue_many` takes: a `NewJob`, a mapping of its fields, or `(job_type, data)`."""
 
 
+_TAIL = (1 << 62) - 1
+
+
 class _Ids:
     """UUIDv7, strictly increasing within a process, so that a batch keeps its order in the index."""
 
@@ -152,15 +155,25 @@ class _Ids:
         self._lock = threading.Lock()
         self._last = 0
 
-    def new(self) -> UUID:
+    def new(self, count: int) -> list[UUID]:
         # 48 bits of milliseconds and 74 random ones, less the bits of version and variant.
+        noise = os.urandom(10 + 4 * (count - 1))
+        steps = memoryview(noise)[10:].cast("I")
         with self._lock:
-            fresh = (time.time_ns() // 1_000_000 << 74) | int.from_bytes(os.urandom(10)) >> 6
+            fresh = (time.time_ns() // 1_000_000 << 74) | int.from_bytes(noise[:10]) >> 6
             if fresh <= self._last:
-                fresh = self._last + 1 + int.from_bytes(os.urandom(4))
+                fresh = self._last + 1 + int.from_bytes(noise[:4])
+            ids = [_uuid7(fresh)]
+            for step in steps:
+                fresh += 1 + step
+                ids.append(_uuid7(fresh))
             self._last = fresh
-        head, tail = fresh >> 62, fresh & (1 << 62) - 1
-        return UUID(int=(head >> 12) << 80 | 7 << 76 | (head & 0xFFF) << 64 | 2 << 62 | tail)
+        return ids
+
+
+def _uuid7(number: int) -> UUID:
+    head, tail = number >> 62, number & _TAIL
+    return UUID(int=(head >> 12) << 80 | 7 << 76 | (head & 0xFFF) << 64 | 2 << 62 | tail)
 
 
 _ids = _Ids()
@@ -170,4 +183,9 @@ os.register_at_fork(after_in_child=_ids.__init__)  # type: ignore[misc]
 
 def new_id() -> UUID:
     """A new job id: UUIDv7, greater than every id that this process has made before."""
-    return _ids.new()
+    return _ids.new(1)[0]
+
+
+def new_ids(count: int) -> list[UUID]:
+    """So many new job ids, each greater than the one before."""
+    return _ids.new(count) if count else []

@@ -13,7 +13,7 @@ from uuid import UUID
 
 import msgspec
 
-from howdah import payload
+from howdah import lines, payload
 from howdah.errors import InvalidJob, InvalidOption, JobNotFound, LeaseLost, NotClaimed
 from howdah.model import (
     Claim,
@@ -26,6 +26,7 @@ from howdah.model import (
     Seconds,
     Status,
     new_id,
+    new_ids,
     request_id,
 )
 from howdah.statements import Filters, Rows, Statement, Statements
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 BATCH_BYTES = 4 * 2**20
 BATCH_JOBS = 5_000
+COPY_FROM = 200  # jobs: below that its round trips cost more than it saves
+_PLAIN = frozenset(lines.COLUMNS)
 REMEMBERED = 100_000
 MAINTENANCE_PERIOD = 2.0
 
@@ -82,22 +85,21 @@ class Operations:
         _refuse_unknown(unknown, (*_NEW_JOB_FIELDS, "conn"))
         return NewJob(job_type=job_type, data={} if data is None else data, **options)
 
-    def encode(self, job: NewJob) -> dict[str, Any]:
+    def encode(self, job: NewJob, job_id: UUID | None = None) -> dict[str, Any]:
         """A job, checked, with its id, its request id and the queue's retention filled in."""
         if job.request_id is None and (current := request_id.get()) is not None:
             job = msgspec.structs.replace(job, request_id=current)
         if job.keep is None and self.keep is not None:
             job = msgspec.structs.replace(job, keep=self.keep)
-        fields = payload.encode_job(job, self.payload_limit)
-        fields["id"] = str(new_id())
-        return fields
+        return payload.encode_job(job, job_id or new_id(), self.payload_limit)
 
     def encode_many(self, jobs: Iterable[NewJobLike]) -> list[dict[str, Any]]:
         """Jobs in any of their forms, checked; an error names the index."""
         encoded = []
-        for index, job in enumerate(jobs):
+        jobs = list(jobs)
+        for index, (job, job_id) in enumerate(zip(jobs, new_ids(len(jobs)), strict=True)):
             try:
-                encoded.append(self.encode(_to_new_job(job)))
+                encoded.append(self.encode(_to_new_job(job), job_id))
             except InvalidJob as error:
                 raise error.at(index) from None
             except InvalidOption as error:
@@ -110,6 +112,22 @@ class Operations:
             self.statements.enqueue_jobs(payload.encode_batch(batch), self.idempotency_ttl)
             for batch in _batches(jobs)
         ]
+
+    def enqueue_many(
+        self, jobs: list[dict[str, Any]], *, borrowed: bool
+    ) -> list[Statement[list[Handle]]]:
+        """The same, by COPY where that is possible and pays: many plain jobs, on a connection of ours."""
+        statements = self.enqueue(jobs)
+        if borrowed or len(jobs) < COPY_FROM or not all(_PLAIN.issuperset(job) for job in jobs):
+            return statements
+        lanes = {
+            (job.get("queue", "default"), job["job_type"], job.get("priority", 100)) for job in jobs
+        }
+        copies = [
+            self.statements.copy_jobs(batch, again)
+            for batch, again in zip(_batches(jobs), statements, strict=True)
+        ]
+        return [*copies, self.statements.announce_jobs(payload.encode_batch(sorted(lanes)))]
 
     # ── claiming and acknowledging ────────────────────────────────────────────────────────────────
 

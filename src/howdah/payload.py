@@ -14,7 +14,8 @@ import msgspec
 from howdah.errors import InvalidJob, InvalidOption, PayloadTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+    from uuid import UUID
 
     from howdah.model import NewJob, Seconds
 
@@ -280,11 +281,12 @@ def _duration(value: Seconds, field: str) -> float:
         raise InvalidJob(str(error), field=field) from None
 
 
-def encode_job(job: NewJob, limit: int = DATA_LIMIT) -> dict[str, Any]:
-    """A checked job as the object that `enqueue_jobs` reads, less its id."""
+def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, Any]:
+    """A checked job as the object that `enqueue_jobs` reads."""
     fields: dict[str, Any] = {
+        "id": job_id,
         "job_type": check_name(job.job_type, "job_type"),
-        "data": encode_data(job.data, limit),
+        "data": encode_data({} if job.data is None else job.data, limit),
     }
     queue = check_name(job.queue, "queue")
     priority = check_integer(job.priority, "priority", *PRIORITY_RANGE)
@@ -321,7 +323,7 @@ _TEXT_FIELDS = (
 )
 
 
-def encode_batch(jobs: list[dict[str, Any]]) -> str:
+def encode_batch(jobs: Sequence[Any]) -> str:
     """Encoded jobs as the one JSON text that `enqueue_jobs` takes."""
     return _encode(jobs).decode()
 

@@ -99,7 +99,7 @@ class JobQueue:
         Each is a `NewJob`, a mapping of its fields, or `(job_type, data)`. An error names the index.
         """
         encoded = self._do.encode_many(jobs)
-        statements = self._do.enqueue(encoded)
+        statements = self._do.enqueue_many(encoded, borrowed=conn is not None)
         try:
             if conn is not None:
                 answers = [self._store.run(statement, conn) for statement in statements]
@@ -279,7 +279,7 @@ class JobQueue:
 def blame(error: InvalidJob, jobs: list[dict[str, Any]]) -> InvalidJob:
     """The database's refusal of a bulk enqueue, with the index of the job where it names one."""
     refused = refused_id(error.__cause__)
-    places = (index for index, job in enumerate(jobs) if job["id"] == refused)
+    places = (index for index, job in enumerate(jobs) if str(job["id"]) == refused)
     index = next(places, None)
     return error if index is None else error.at(index)
 

@@ -7,11 +7,11 @@ asyncpg and psycopg; every parameter is cast, so no driver has to guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from howdah import payload
+from howdah import lines, payload
 from howdah.errors import InvalidOption
 from howdah.model import Event, Handle, Job, Status
 
@@ -26,12 +26,23 @@ SCHEMA_NAME_LIMIT = 48  # a channel's name is the schema's and a suffix, and Pos
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Rows for a table, as COPY reads them in its text format."""
+
+    schema: str
+    table: str
+    columns: tuple[str, ...]
+    lines: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Statement(Generic[T_co]):
     """What to send and how to read the answer.
 
     `again` is what to send if the connection breaks before the answer: a statement that takes what
     the first one may have done for its own doing. Without it the same text is sent once more.
     `timeout` is for one that may take longer than others, in seconds; the async client heeds it.
+    `copy` is what a COPY sends after its text. It has no parameters, and no rows for an answer.
     """
 
     text: str
@@ -39,6 +50,7 @@ class Statement(Generic[T_co]):
     decode: Callable[[Rows], T_co]
     again: Statement[T_co] | None = None
     timeout: float | None = None
+    copy: Copy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +140,21 @@ class Statements:
 
         again = Statement(text, (jobs, True, idempotency_ttl), decode)
         return Statement(text, (jobs, False, idempotency_ttl), decode, again)
+
+    def copy_jobs(
+        self, jobs: Sequence[Mapping[str, Any]], again: Statement[list[Handle]]
+    ) -> Statement[list[Handle]]:
+        """Enqueue jobs that have nothing special about them. `announce_jobs` must follow."""
+        copy = Copy(self.schema, "live_jobs", lines.COLUMNS, lines.encode_lines(jobs))
+        text = f"COPY {self._s}.live_jobs ({', '.join(lines.COLUMNS)}) FROM STDIN (ENCODING 'UTF8')"
+        ids = [job["id"] for job in jobs]
+        return Statement(
+            text, (), lambda _: [Handle(each, True) for each in ids], again.again, copy=copy
+        )
+
+    def announce_jobs(self, lanes: str) -> Statement[list[Handle]]:
+        """Make the lanes of jobs that were copied, [[queue, job type, priority], …], and wake workers."""
+        return Statement(f"SELECT {self._s}.announce_jobs($1::text::jsonb)", (lanes,), lambda _: [])
 
     def claim_job_batch(
         self,

@@ -313,4 +313,8 @@ def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: boo
     if broken and statement.again is not None:
         statement = statement.again
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
+        if statement.copy is not None:
+            with cursor.copy(statement.text) as copy:
+                copy.write(statement.copy.lines)
+            return []
         return cursor.execute(statement.text, statement.parameters).fetchall()

@@ -54,12 +54,14 @@ class WorkerStatements(Statements):
         queues: Sequence[str],
         ignore_heads: bool,
     ) -> Statement[list[Claimed]]:
-        """`claim_job_batch`, narrow."""
+        """`claim_job_batch`, narrow, and without waiting for the disk: a claim that a crash of the server
+        undoes never was, and its fence is refused. Every other statement commits durably."""
         return Statement(
             "SELECT id, lease_id, job_type, queue, data::text, attempts, max_attempts, claims, "
             "request_id, traceparent, idempotency_key, "
             "extract(epoch FROM claimed_at - run_at)::float8 "
-            f"FROM {self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
+            "FROM set_config('synchronous_commit', 'off', true), "
+            f"{self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
             "false, $6::boolean)",
             (worker_id, list(job_types), batch_size, lease, list(queues), ignore_heads),
             lambda rows: [Claimed(*row) for row in rows],

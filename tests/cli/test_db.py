@@ -88,6 +88,16 @@ def test_stop_and_status_of_a_stopped_server(run, server):
     assert run("db", "status").stdout.splitlines()[0] == "server     stopped"
 
 
+def test_stop_and_rm_as_json(run, server):
+    directory = str(server.directory)
+    assert json.loads(run("db", "stop", "--json").stdout) == {
+        "stopped": True,
+        "directory": directory,
+    }
+    removed = json.loads(run("db", "rm", "--yes", "--json").stdout)
+    assert removed == {"removed": True, "directory": directory}
+
+
 def test_psql_gets_its_arguments_and_starts_the_server(project, server):
     server.stop("immediate")
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -147,6 +148,24 @@ def test_without_recovery_the_killed_job_is_lost_and_it_says_so_in_plain_text(pl
     assert done.stdout.isascii()
     assert ESCAPE not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+    assert nothing_is_left(place)
+
+
+def test_a_program_reads_what_happened_as_objects(place: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--json"], env=environment(place), capture_output=True, text=True, timeout=90,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    by_event = {each["event"]: each for each in told}
+    assert [*dict.fromkeys(each["event"] for each in told if each["event"] != "progress")] == [
+        "starting", "enqueued", "killed", "counted", "rescued", "removed",
+    ]  # fmt: skip
+    assert by_event["killed"]["pid"] in by_event["enqueued"]["workers"]
+    assert by_event["rescued"]["job_id"] == by_event["killed"]["job_id"]
+    counted = by_event["counted"]
+    assert (counted["enqueued"], counted["completed"], counted["lost"]) == (10_204, 10_204, 0)
     assert nothing_is_left(place)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,10 +58,14 @@ def test_an_app_runs_on_a_database_of_its_own_and_starts_anew_when_it_changes(
     assert "Traceback" not in seen.text
     assert server.is_running()
 
-    again = terminal("dev", "dev_shop:app", "--rm")
+    again = terminal("dev", "dev_shop:app", "--rm", "--json")
     again.read(until="worker started")
     again.interrupt()
     assert again.wait() == 0
+    told = [json.loads(line) for line in again.text.splitlines() if line.startswith("{")]
+    assert told[0] == {"url": server.url, "directory": str(server.directory)}
+    assert told[-1] == {"removed": True, "directory": str(server.directory)}
+    assert "worker started" in {each.get("message") for each in told}
     assert not server.directory.exists()
 
 

@@ -133,7 +133,8 @@ class Reference:
 
     def commit(self, client: int) -> None:
         for key, turn in self.open[client].to_settle:
-            self._settle_key(client, key, turn)
+            if not self._is_settled(client, key, turn):
+                self._settle_key(client, key, turn)
         done = self.open.pop(client)
         for job_id, job in done.wrote.items():
             before = self.jobs.get(job_id)
@@ -388,6 +389,11 @@ class Reference:
         jobs = [job for job in self.view(client).values() if job.live and job.spec.key == key]
         jobs.sort(key=lambda job: job.turn)
         return [job for job in jobs if job.holds_key], [job for job in jobs if not job.holds_key]
+
+    def _is_settled(self, client: int, key: str, turn: int) -> bool:
+        """Whether the job before it in line, or the holder, is this transaction's own doing."""
+        lines = [[job for job in line if job.turn < turn] for line in self._line(client, key)]
+        return any(line and line[-1].id in self.open[client].wrote for line in lines)
 
     def _settle_key(self, client: int, key: str, since: int = 0) -> None:
         """At a commit only from its own turn on: whoever came before has left word, if need be."""

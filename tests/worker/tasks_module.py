@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import time
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,17 @@ QUICK = Retry.fixed(0)
 @in_each_executor()
 def ok(x: int, ctx: Context) -> dict[str, Any]:
     return {"x": x, "attempt": ctx.attempt}
+
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="nobody")
+
+
+@in_each_executor()
+def of_tenant(name: str) -> str:
+    """Who was here before."""
+    before = TENANT.get()
+    TENANT.set(name)
+    return before
 
 
 @in_each_executor(retry=QUICK, max_attempts=3)
@@ -179,23 +191,46 @@ _long({"timeout": 0.3, "retry": Retry.never()}, "limited")
 
 @plain.task(name="process:long", run_in="process")
 def long(path: str) -> str:
-    if note(path, os.getpid()) > 1:
+    if note(path) > 1:
         return "second"
-    time.sleep(FOREVER)
+    try:
+        time.sleep(FOREVER)
+    finally:
+        note(path, "stopped")
     return "first"
 
 
 @plain.task(name="process:limited", run_in="process", timeout=0.3, retry=Retry.never())
 def limited(path: str) -> None:
-    note(path, os.getpid())
-    time.sleep(FOREVER)
+    note(path)
+    try:
+        time.sleep(FOREVER)
+    finally:
+        note(path, "stopped")
+
+
+@plain.task(run_in="process")
+def pid() -> int:
+    return os.getpid()
 
 
 @plain.task(run_in="process")
 def stubborn(path: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _ignore_the_end(path)
+
+
+@plain.task(run_in="process", timeout=0.3, retry=Retry.never())
+def stubborn_limited(path: str) -> None:
+    _ignore_the_end(path)
+
+
+def _ignore_the_end(path: str) -> None:
     note(path, os.getpid())
-    time.sleep(FOREVER)
+    while True:
+        try:
+            time.sleep(FOREVER)
+        except BaseException:
+            note(path, "ignored")
 
 
 @in_each_executor()

@@ -146,24 +146,11 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
     conn.execute("UPDATE howdah.maintenance SET period = '0.5 s' WHERE duty = 'recover'")
     nap = NewJob(job_type="nap", data={"seconds": 0.005}, max_attempts=5)
     killer = NewJob(job_type="killer", max_attempts=2)
-    supervisor = children.start("--processes", "2", "--concurrency", "10").ready(2)
-    # A worker beats when it begins to listen; what runs just then would have started for all to see.
-    listening = "SELECT count(*) FROM pg_stat_activity WHERE starts_with(query, 'NOTIFY ')"
-    until(lambda: conn.execute(listening).fetchone() == (2,), "both listen")
+    supervisor = children.start("--processes", "2", "--concurrency", "10", FAULT_APP_LEASE="1")
+    supervisor.ready(2)
     queue.enqueue_many([*[nap] * 10, killer, *[nap] * 90])
+    until(lambda: all_ended(conn), "every job ended")
     died = "a worker process ended and is started again"
-
-    def is_over() -> bool:
-        # The leases of the dead run out at once, not in half a minute.
-        for death in supervisor.said(died):
-            conn.execute(
-                "UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp() "
-                "WHERE split_part(worker_id, ':', 2) = %s AND lease_expires_at > clock_timestamp()",
-                [str(death["pid"])],
-            )
-        return all_ended(conn)
-
-    until(is_over, "every job ended")
     jobs = conn.execute(
         "SELECT job_type, status, attempts, last_error FROM howdah.jobs ORDER BY job_type"
     ).fetchall()

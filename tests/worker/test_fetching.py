@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from waiting import eventually
 
@@ -21,8 +22,6 @@ from howdah.worker_statements import WorkerStatements
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import psycopg
 
     from conftest import RunWorker
     from howdah import App, JobQueue
@@ -89,19 +88,38 @@ class Calls:
 # ── what wakes a worker ───────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_delayed_job_starts_on_time(
-    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+class Disturbance:
+    """How late the machine itself is: a short sleep and a trivial statement, over and over."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+
+    async def measure(self, database: str) -> None:
+        async with await psycopg.AsyncConnection.connect(database, autocommit=True) as conn:
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                await conn.execute("SELECT 1")
+                self.worst = max(self.worst, time.monotonic() - began - 0.01)
+
+
+async def test_a_delayed_job_starts_within_50_ms_of_its_due_time(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any], database: str
 ) -> None:
     add_nap(app)
-    async with running_worker(app):
+    machine = Disturbance()
+    async with running_worker(app), asyncio.TaskGroup() as group:
+        measuring = group.create_task(machine.measure(database))
         jobs = [NewJob(job_type="nap", delay=0.5 + 0.15 * n) for n in range(12)]
         await app.aqueue.enqueue_many(jobs)
         await completed(conn, 12)
+        measuring.cancel()
     rows = conn.execute("SELECT extract(epoch FROM started_at - run_at) FROM howdah.jobs")
     late = sorted(float(seconds) for (seconds,) in rows)
     assert late[0] >= 0
+    # From timer to handler a job waits for a processor several times, the measurement once or twice.
+    assert late[-1] < 0.05 + 3 * machine.worst, (late, machine.worst)
     assert statistics.median(late) < 0.05, late
-    assert late[-1] < 1.0, late
 
 
 @pytest.mark.usefixtures("hourly")
@@ -306,6 +324,41 @@ async def test_outcomes_wait_for_a_database_in_trouble(
         await completed(conn, 20)
     attempts = conn.execute("SELECT DISTINCT attempts, claims FROM howdah.jobs").fetchall()
     assert attempts == [(1, 1)]
+
+
+# ── what is waited for ────────────────────────────────────────────────────────────────────────────
+
+
+async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do(
+    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+) -> None:
+    ran = asyncio.Event()
+
+    @app.task
+    async def nap() -> None:
+        ran.set()
+
+    def acknowledging() -> bool:
+        rows = conn.execute(
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE wait_event = 'SyncRep' AND query LIKE '%complete_jobs%'"
+        )
+        return rows.fetchone() == (1,)
+
+    conn.execute("SET synchronous_commit = local")
+    async with running_worker(app):
+        await is_idle(conn)
+        await app.aqueue.enqueue("nap", delay=2)
+        # A standby that never comes: whoever commits durably waits for it.
+        conn.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+        try:
+            conn.execute("SELECT pg_reload_conf()")
+            await asyncio.wait_for(ran.wait(), 10)
+            await eventually(acknowledging, "the acknowledgement waits")
+        finally:
+            conn.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            conn.execute("SELECT pg_reload_conf()")
+        await completed(conn, 1)
 
 
 # ── a part that breaks ────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ from tasks_module import note
 from waiting import ended, eventually, lines
 
 from howdah import JobCancelled, JobFailed, Retry, Status
+from howdah.worker import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,6 +169,16 @@ async def test_a_handler_may_cancel_its_own_job(
     assert len(lines(tmp_path / "ran")) == 3
 
 
+@in_each_executor
+async def test_context_variables_of_one_job_are_not_seen_by_the_next(
+    module_app: App, running_worker: RunWorker, executor: str
+) -> None:
+    task = module_app.tasks[f"{executor}:of_tenant"]
+    async with running_worker(module_app, concurrency=1):
+        handles = [await task.aenqueue(name) for name in ("a", "b", "c")]
+        assert [await handle.aresult(30) for handle in handles] == ["nobody"] * 3
+
+
 # ── timed out, cancelled, taken over, lost ────────────────────────────────────────────────────────
 
 
@@ -179,13 +190,9 @@ async def test_a_run_that_takes_too_long_is_stopped_and_fails(
     handle = await module_app.tasks[f"{executor}:limited"].aenqueue(str(ran))
     async with running_worker(module_app):
         job = await ended(handle)
-        if executor == "process":
-            (pid,) = lines(ran)
-            await eventually(lambda: not is_alive(pid))
     assert job.status is Status.FAILED
     assert job.last_error == "TimeoutError: timed out after 0.3 s"
-    if executor != "process":
-        assert lines(ran) == ["ran", "stopped"]
+    assert lines(ran) == ["ran", "stopped"]
 
 
 @in_each_executor
@@ -199,23 +206,41 @@ async def test_a_running_job_can_be_cancelled(
         assert await handle.acancel()
         with pytest.raises(JobCancelled):
             await handle.aresult(30)
-        if executor == "process":
-            (pid,) = lines(ran)
-            await eventually(lambda: not is_alive(pid))
     assert not await handle.acancel()
-    if executor != "process":
-        assert lines(ran) == ["ran", "stopped"]
+    assert lines(ran) == ["ran", "stopped"]
 
 
-async def test_a_process_that_ignores_its_end_is_killed(
+async def test_a_process_whose_handler_stops_when_told_serves_the_next_job(
     module_app: App, running_worker: RunWorker, tmp_path: Path
 ) -> None:
-    handle = await module_app.tasks["stubborn"].aenqueue(str(tmp_path / "ran"))
+    async with running_worker(module_app, processes=1):
+        pids = []
+        for n in range(3):
+            ran = tmp_path / str(n)
+            handle = await module_app.tasks["process:long"].aenqueue(str(ran))
+            await eventually(lambda ran=ran: lines(ran))
+            await handle.acancel()
+            assert (await ended(handle)).status is Status.CANCELLED
+            pid = await (await module_app.tasks["pid"].aenqueue()).aresult(30)
+            pids.append(pid)
+    assert len(set(pids)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("stubborn", Status.CANCELLED), ("stubborn_limited", Status.FAILED)]
+)
+async def test_a_process_that_ignores_its_end_is_killed(
+    module_app: App, running_worker: RunWorker, tmp_path: Path, name: str, status: Status
+) -> None:
+    ran = tmp_path / "ran"
+    handle = await module_app.tasks[name].aenqueue(str(ran))
     async with running_worker(module_app):
-        await eventually(lambda: lines(tmp_path / "ran"))
-        await handle.acancel()
-        assert (await ended(handle)).status is Status.CANCELLED
-        (pid,) = lines(tmp_path / "ran")
+        await eventually(lambda: lines(ran))
+        if name == "stubborn":
+            await handle.acancel()
+        assert (await ended(handle)).status is status
+        pid, *told = lines(ran)
+        assert "ignored" in told  # it was asked first
         await eventually(lambda: not is_alive(pid))
 
 
@@ -257,11 +282,7 @@ async def test_a_run_that_lost_its_lease_is_stopped_and_writes_nothing(
     async with running_worker(module_app, lease=1.5) as worker:
         await eventually(lambda: lines(ran))
         steal(connect(), handle.id)
-        if executor == "process":
-            (pid,) = lines(ran)
-            await eventually(lambda: not is_alive(pid))
-        else:
-            await eventually(lambda: lines(ran) == ["ran", "stopped"])
+        await eventually(lambda: lines(ran) == ["ran", "stopped"])
         await eventually(lambda: worker.health()["running"] == 0)
     job = await handle.ajob()
     assert (job.status.is_final, job.worker_id) == (False, "thief")
@@ -449,3 +470,31 @@ async def test_a_handler_that_turns_its_interruption_into_an_error_is_given_back
         await eventually(lambda: lines(tmp_path / "ran"))
     job = await handle.ajob()
     assert (job.status, job.attempts, job.last_error) == (Status.PENDING, 0, None)
+
+
+async def test_a_process_pool_that_stands_still_is_replaced(
+    module_app: App,
+    running_worker: RunWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pools: list[Any] = []
+
+    patience = processes.BEGIN_PATIENCE
+
+    def start(executor: processes.ProcessExecutor) -> Any:
+        pools.append(begin(executor))
+        monkeypatch.setattr(processes, "BEGIN_PATIENCE", patience)  # new processes take their time
+        return pools[-1]
+
+    begin = processes.ProcessExecutor._start
+    monkeypatch.setattr(processes.ProcessExecutor, "_start", start)
+    async with running_worker(module_app):
+        assert await (await module_app.tasks["process:ok"].aenqueue(1)).aresult(30)
+        # What a process leaves behind that is killed while it takes a job: the pool's lock, locked.
+        channel = pools[0]._pool_manager.worker_manager.workers_channel
+        assert channel.mutex.reader_mutex.acquire(timeout=5)
+        monkeypatch.setattr(processes, "BEGIN_PATIENCE", 1.0)
+        assert await (await module_app.tasks["process:ok"].aenqueue(2)).aresult(30)
+    assert len(pools) == 2
+    assert "the process pool broke" in caplog.text

@@ -71,8 +71,8 @@ class FaultPoints(Scenario):
         count = 1 if point in ("during-shutdown", "before-maintenance") else time
         victim = stage.crew.start_worker(role="victim", HOWDAH_FAULT=f"{point}:kill:{count}")
         with stage.fault(fault.name, scope="worker", target=victim.pid, point=point):
+            _await_ready(stage, victim)
             if point == "during-shutdown":
-                _await_ready(stage, victim)
                 stage.sleep(0.5)
                 victim.send(signal.SIGTERM)
             if victim.wait(DEATH_PATIENCE) is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from howdah.binaries import find_binaries
+from howdah.cli.options import json_option
 from howdah.embedded import EmbeddedServer
 from howdah.errors import EmbeddedServerError
 
@@ -21,7 +22,6 @@ directory_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="The server's directory.  [default: .howdah/pg18, here or above]",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.group()
@@ -91,23 +91,31 @@ def psql(directory: Path | None, arguments: tuple[str, ...]) -> None:
 @directory_option
 @click.option("--timeout", default=30.0, show_default=True, help="Seconds to wait.")
 @click.option("--immediate", is_flag=True, help="Do not wait for a checkpoint; recover next time.")
-def stop(directory: Path | None, timeout: float, immediate: bool) -> None:
+@json_option
+def stop(directory: Path | None, timeout: float, immediate: bool, as_json: bool) -> None:
     """Stop the server; its data stay."""
     server = EmbeddedServer(directory)
     stopped = server.stop("immediate" if immediate else "fast", timeout)
-    click.echo(f"PostgreSQL in {server.directory} {'stopped' if stopped else 'was not running'}.")
+    if as_json:
+        return click.echo(json.dumps({"stopped": stopped, "directory": str(server.directory)}))
+    return click.echo(
+        f"PostgreSQL in {server.directory} {'stopped' if stopped else 'was not running'}."
+    )
 
 
 @db.command()
 @directory_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def rm(directory: Path | None, yes: bool) -> None:
+@json_option
+def rm(directory: Path | None, yes: bool, as_json: bool) -> None:
     """Stop the server and delete all its data."""
     server = _existing(directory)
     if not yes:
         click.confirm(f"Delete the server in {server.directory} and all its data?", abort=True)
     server.remove()
-    click.echo(f"Removed {server.directory}.")
+    if as_json:
+        return click.echo(json.dumps({"removed": True, "directory": str(server.directory)}))
+    return click.echo(f"Removed {server.directory}.")
 
 
 def _existing(directory: Path | None) -> EmbeddedServer:

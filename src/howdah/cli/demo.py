@@ -6,13 +6,14 @@ killed with SIGKILL in the middle of a job, and the count at the end is a query.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from howdah.cli.options import connect
+from howdah.cli.options import connect, json_lines_option
 from howdah.demo import app, encode_video, notify, thumbnail
 from howdah.embedded import EmbeddedServer
 from howdah.errors import EmbeddedServerError
@@ -52,36 +53,71 @@ class Story:
     rates: list[tuple[float, int]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Now:
+    """How things stand."""
+
+    ended: int
+    waiting: int
+    claimed: int
+    jobs_per_second: int
+
+    def sentence(self) -> str:
+        """On one line of the same shape each time."""
+        return (
+            f"{self.ended:>6,} ended  {self.waiting:>6,} waiting  {self.claimed:>4,} claimed  "
+            f"{self.jobs_per_second:>7,} jobs/s"
+        )
+
+
 @click.command()
 @click.option("--pause", is_flag=True, help="Wait for Enter before everything is removed.")
 @click.option(
     "--without-recovery", is_flag=True, help="Switch recovery off, to see what it is good for."
 )
-def demo(pause: bool, without_recovery: bool) -> None:
+@json_lines_option
+def demo(pause: bool, without_recovery: bool, as_json: bool) -> None:
     """See 10,000 jobs run, a worker killed, and nothing lost.
 
     Starts a PostgreSQL in a temporary directory and two worker processes, and removes all of it.
     """
-    console = Console(highlight=False)
-    with _stoppable(), _temporary_server(console) as url, connect(url) as conn:
-        lost = Demo(console, conn, url).run(recover=not without_recovery)
+    voice = Voice(as_json=as_json)
+    with _stoppable(), _temporary_server(voice) as url, connect(url) as conn:
+        lost = Demo(voice, conn, url).run(recover=not without_recovery)
         if pause:
-            console.print(
-                f"\n[dim]The database still runs:[/] {url}\nPress Enter to remove it. ", end=""
-            )
+            voice.say(
+                f"\n[dim]The database still runs:[/] {url}\nPress Enter to remove it.",
+                "waiting", url=url,
+            )  # fmt: skip
             sys.stdin.readline()
-    console.print(
+    voice.say(
         "\nNothing is left of it. Next: [bold]howdah db start[/] gives you a queue that stays; the README "
-        "goes on from there."
+        "goes on from there.",
+        "removed",
     )
     raise SystemExit(1 if lost else 0)
+
+
+class Voice:
+    """Tells a person in sentences what happens, or a program in objects."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.console = Console(highlight=False, quiet=as_json)
+        self._as_json = as_json
+
+    def say(self, text: str | Table, event: str, **facts: object) -> None:
+        """Say it, in the way that was asked for."""
+        self.console.print(text)
+        if self._as_json:
+            click.echo(json.dumps({"event": event, **facts}))
 
 
 class Demo:
     """The run, on one database."""
 
-    def __init__(self, console: Console, conn: psycopg.Connection[Any], url: str) -> None:
-        self._console = console
+    def __init__(self, voice: Voice, conn: psycopg.Connection[Any], url: str) -> None:
+        self._voice = voice
+        self._console = voice.console
         self._conn = conn
         self._url = url
 
@@ -115,10 +151,11 @@ class Demo:
         story.enqueued = len(handles)
         story.rates.append((story.began, 0))
         app.queue.close()
-        self._console.print(
+        self._voice.say(
             f"[bold]{story.enqueued:,} jobs[/] enqueued: {QUICK:,} quick ones, {FLAKY} that fail at first, "
-            f"{LONG} long ones. Two workers: pid {', '.join(map(str, story.workers))}."
-        )
+            f"{LONG} long ones. Two workers: pid {', '.join(map(str, story.workers))}.",
+            "enqueued", jobs=story.enqueued, workers=list(story.workers),
+        )  # fmt: skip
 
     def _wait_for(self, workers: dict[int, subprocess.Popen[bytes]]) -> None:
         give_up = time.monotonic() + PATIENCE
@@ -144,10 +181,11 @@ class Demo:
             return
         story.killed_job, story.killed_pid = str(row[0]), row[1]
         story.workers[row[1]].send_signal(signal.SIGKILL)
-        self._console.print(
+        self._voice.say(
             f"[red]kill -9 {story.killed_pid}[/], in the middle of job [bold]{story.killed_job}[/]. "
-            "Its lease ends in two seconds."
-        )
+            "Its lease ends in two seconds.",
+            "killed", pid=story.killed_pid, job_id=story.killed_job,
+        )  # fmt: skip
 
     def _is_over(self, story: Story) -> bool:
         (live,) = self._one("SELECT count(*) FROM howdah.live_jobs") or (0,)
@@ -168,7 +206,8 @@ class Demo:
                 nonlocal said
                 if time.monotonic() - said > 1:
                     said = time.monotonic()
-                    self._console.print(self._summary(story))
+                    now = self._now(story)
+                    self._voice.say(now.sentence(), "progress", **asdict(now))
 
             yield line
             return
@@ -183,8 +222,8 @@ class Demo:
         )
         return row or (0, 0, 0, 0)
 
-    def _summary(self, story: Story) -> str:
-        waiting, running, ended, _ = self._counts()
+    def _now(self, story: Story) -> Now:
+        waiting, claimed, ended, _ = self._counts()
         now = time.monotonic()
         story.rates.append((now, ended))
         # Over the last two seconds, or since the beginning.
@@ -192,13 +231,11 @@ class Demo:
             del story.rates[0]
         (t0, n0), (t1, n1) = story.rates[0], story.rates[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
-        return (
-            f"{ended:>6,} ended  {waiting:>6,} waiting  {running:>4,} claimed  {rate:>7,.0f} jobs/s"
-        )
+        return Now(ended, waiting, claimed, round(rate))
 
     def _frame(self, story: Story) -> Group:
         width = max(20, min(50, self._console.width - 30))
-        summary = self._summary(story)
+        summary = self._now(story).sentence()
         ended = story.rates[-1][1]
         bars = Table.grid(padding=(0, 1))
         bars.add_row("all jobs", ProgressBar(story.enqueued, ended, width=width), f"{ended:,}")
@@ -223,19 +260,17 @@ class Demo:
         )
         there, completed, failed, retried, recovered, unended = row or (0, 0, 0, 0, 0, 0)
         lost = story.enqueued - there + unended
+        counts = {
+            "enqueued": story.enqueued, "completed": completed, "failed": failed,
+            "retried": retried, "recovered": recovered,
+        }  # fmt: skip
         table = Table.grid(padding=(0, 2))
-        for name, number in [
-            ("enqueued", story.enqueued),
-            ("completed", completed),
-            ("failed", failed),
-            ("retried", retried),
-            ("recovered", recovered),
-        ]:
+        for name, number in counts.items():
             table.add_row(name, f"{number:,}")
         table.add_row("lost", Text(f"{lost:,}", style="bold red" if lost else "bold green"))
-        seconds = time.monotonic() - story.began
-        self._console.print(f"\nCounted in the database after {seconds:.1f} s:")
-        self._console.print(table)
+        seconds = round(time.monotonic() - story.began, 1)
+        self._console.print(f"\nCounted in the database after {seconds} s:")
+        self._voice.say(table, "counted", **counts, lost=lost, seconds=seconds)
         if story.killed_job is not None:
             self._tell_fate(story)
         return int(lost)
@@ -245,10 +280,13 @@ class Demo:
             "SELECT status, attempts, worker_id FROM howdah.jobs WHERE id = %s", story.killed_job
         )
         if row is not None:
-            self._console.print(
-                f"Job {story.killed_job}, whose worker {story.killed_pid} was killed: [bold]{row[0]}[/] "
-                f"at attempt {row[1]}" + (f" by worker {row[2]}." if row[2] else ".")
-            )
+            status, attempts, worker_id = row
+            self._voice.say(
+                f"Job {story.killed_job}, whose worker {story.killed_pid} was killed: [bold]{status}[/] "
+                f"at attempt {attempts}" + (f" by worker {worker_id}." if worker_id else "."),
+                "rescued" if status == "completed" else "left",
+                job_id=story.killed_job, status=status, attempts=attempts, worker_id=worker_id,
+            )  # fmt: skip
 
     @contextlib.contextmanager
     def _workers(self) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
@@ -278,12 +316,12 @@ class Demo:
 
 
 @contextlib.contextmanager
-def _temporary_server(console: Console) -> Iterator[str]:
+def _temporary_server(voice: Voice) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="howdah-demo-") as name:
         Path(name).chmod(0o755)  # root's server runs as another account, which must get in
         server = EmbeddedServer(Path(name) / "pg18")
         try:
-            console.print("Starting a PostgreSQL in a temporary directory ...")
+            voice.say("Starting a PostgreSQL in a temporary directory ...", "starting")
             yield server.start()
         finally:
             for number in SIGNALS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -10,7 +11,7 @@ import click
 
 from howdah.cli.load import load_app
 from howdah.cli.logs import set_up_logging
-from howdah.cli.options import connect
+from howdah.cli.options import connect, json_lines_option
 from howdah.cli.supervisor import Supervisor
 from howdah.cli.values import Misuse
 from howdah.config import VARIABLES
@@ -27,14 +28,14 @@ GRACE = 5.0
 @click.option(
     "--rm", "remove", is_flag=True, help="Delete the database and all its data at the end."
 )
-def dev_command(app_name: str, concurrency: int | None, remove: bool) -> None:
+@json_lines_option
+def dev_command(app_name: str, concurrency: int | None, remove: bool, as_json: bool) -> None:
     """Run an app on an embedded PostgreSQL, and start anew when the code changes.
 
     The database is in .howdah, here or above, and goes on running after Ctrl-C: `howdah db stop` stops it.
     """
-    set_up_logging(
-        "info", as_json=False, colour=sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    )
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    set_up_logging("info", as_json=as_json, colour=colour)
     try:
         app = load_app(app_name)
     except InvalidOption as error:
@@ -48,17 +49,22 @@ def dev_command(app_name: str, concurrency: int | None, remove: bool) -> None:
     url = server.start()
     with connect(url) as conn:
         migrate(conn, app.schema)
-    click.echo(f"PostgreSQL is running in {server.directory}.")
-    click.echo(url)
-    click.echo("Ctrl-C stops the worker.")
+    if as_json:
+        click.echo(json.dumps({"url": url, "directory": str(server.directory)}))
+    else:
+        click.echo(f"PostgreSQL is running in {server.directory}.\n{url}\nCtrl-C stops the worker.")
     os.environ[VARIABLES[0]] = url
     arguments = ["worker", app_name, "--grace", str(GRACE)]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []
+    arguments += ["--log-json"] if as_json else []
     try:
         code = Supervisor([arguments], reload=True, grace=GRACE).run()
     finally:
         if remove:
             server.remove()
+        if as_json:
+            click.echo(json.dumps({"removed": remove, "directory": str(server.directory)}))
+        elif remove:
             click.echo(f"Removed {server.directory}.")
         else:
             click.echo("The database goes on running; `howdah db stop` stops it.")

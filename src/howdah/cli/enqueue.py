@@ -12,9 +12,9 @@ import msgspec
 from howdah.app import App
 from howdah.cli.follow import wait_for
 from howdah.cli.load import load_app
-from howdah.cli.options import database_options
+from howdah.cli.options import database_options, json_lines_option
 from howdah.cli.output import Output
-from howdah.cli.session import json_lines_option, open_session
+from howdah.cli.session import open_session
 from howdah.cli.values import Duration, Misuse, Name, parse_arguments
 from howdah.errors import InvalidJob, InvalidOption, did_you_mean
 from howdah.queue import JobQueue

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from howdah.cli.options import connect, database_options, resolve_url
+from howdah.cli.options import connect, database_options, json_lines_option, resolve_url
 from howdah.cli.output import STYLES, Column, Output, clean, one_line, relative
-from howdah.cli.session import json_lines_option, queue_command
+from howdah.cli.session import queue_command
 from howdah.cli.values import Misuse
 from howdah.doctor import Doctor
 from howdah.errors import InvalidOption

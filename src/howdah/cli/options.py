@@ -19,6 +19,9 @@ CONNECT_TIMEOUT = 10
 Command = Any  # click gives a function or a Command, depending on the order of the decorators
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+json_lines_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object a line."
+)
 
 
 def database_options(command: Command) -> Command:
@@ -66,4 +69,11 @@ def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
     return DatabaseUnreachable(host, database, lines[0].rstrip("."))
 
 
-__all__ = ["connect", "database_options", "json_option", "resolve_url", "unreachable"]
+__all__ = [
+    "connect",
+    "database_options",
+    "json_lines_option",
+    "json_option",
+    "resolve_url",
+    "unreachable",
+]

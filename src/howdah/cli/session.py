@@ -7,12 +7,17 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import click
 import psycopg
 from psycopg.rows import tuple_row
 
 from howdah import migrate
-from howdah.cli.options import connect, database_options, resolve_url, unreachable
+from howdah.cli.options import (
+    connect,
+    database_options,
+    json_lines_option,
+    resolve_url,
+    unreachable,
+)
 from howdah.cli.output import Output
 from howdah.cli.values import Misuse
 from howdah.drivers import is_connection_lost, translate
@@ -130,11 +135,6 @@ def open_session(database: str | None, schema: str, *, create: bool = False) -> 
         raise Misuse(str(error)) from None
     with contextlib.closing(Session(resolve_url(database), schema, create=create)) as session:
         yield session
-
-
-json_lines_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object a line."
-)
 
 
 def queue_command(function: Callable[..., Any]) -> Command:

@@ -48,7 +48,7 @@ LAST_PATIENCE = 8.0
 @click.option(
     "--health-host", default="127.0.0.1", show_default=True, help="Where to serve health."
 )
-@click.option("--log-json", is_flag=True, help="Log one JSON object a line.")
+@click.option("--log-json", "--json", "log_json", is_flag=True, help="Log one JSON object a line.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
               show_default=True, help="What to log.")  # fmt: skip
 def worker_command(

@@ -91,7 +91,7 @@ class Memory:
             return [self._add(fields) for fields in encoded]
 
     def _add(self, fields: dict[str, Any]) -> tuple[Entry, bool]:
-        key, job_id = fields.get("idempotency_key"), UUID(fields["id"])
+        key, job_id = fields.get("idempotency_key"), fields["id"]
         if key is not None and (first := self._keys.setdefault(key, job_id)) != job_id:
             return self.entries[first], False
         now = _now()

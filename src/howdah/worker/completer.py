@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from howdah.hooks import Hooks
     from howdah.statements import Statement
     from howdah.worker.tally import Tally
-    from howdah.worker_statements import WorkerStatements
+    from howdah.worker_statements import Claimed, WorkerStatements
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Completer:
         groups: dict[object, list[Finished]] = defaultdict(list)
         for run, outcome in batch:
             if isinstance(outcome, Lost):
-                self._forget(run, outcome, accepted=False)
+                self._forget([(run, outcome)], set())
             elif isinstance(outcome, Released):
                 groups[outcome.delay].append((run, outcome))
             else:
@@ -131,8 +131,7 @@ class Completer:
                 )
                 await asyncio.sleep(RETRY_PAUSE)
         faults.reach("after-acknowledge")
-        for run, outcome in group:
-            self._forget(run, outcome, accepted=run.id in accepted)
+        self._forget(group, accepted)
 
     async def _split(self, group: list[Finished], error: Exception, *, last_try: bool) -> None:
         if len(group) > 1:
@@ -140,14 +139,14 @@ class Completer:
             await self._send(group[:middle])
             await self._send(group[middle:])
             return
-        run, outcome = group[0]
+        run, _ = group[0]
         logger.warning(
             "an outcome could not be written as it was",
             exc_info=error,
             extra={"job_id": str(run.id), "job_type": run.job.job_type},
         )
         if last_try:
-            self._forget(run, outcome, accepted=False)  # its lease will end and the job come back
+            self._forget(group, set())  # its lease will end and the job come back
         else:
             last = Failed(payload.describe_error(error), None, None)
             await self._send([(run, last)], last_try=True)
@@ -196,38 +195,49 @@ class Completer:
             case outcome:
                 raise TypeError(f"{outcome!r} is not written")
 
-    def _forget(self, run: Run, outcome: Outcome, *, accepted: bool) -> None:
-        self._heartbeat.remove(run)
-        if run.on_written is not None:
-            run.on_written()
-        self.written += accepted
-        state, error = _describe(run, outcome, accepted)
-        if run.started is not None:
-            self._tally.add(run.job, state, time.monotonic() - run.started)
-        fields = {
-            "job_id": str(run.id),
-            "job_type": run.job.job_type,
-            "queue": run.job.queue,
-            "attempt": run.job.attempts,
-        }
-        if state == "lost":
-            logger.warning("a late acknowledgement was refused: the lease was lost", extra=fields)
-        elif state in ("failed", "retrying"):
-            logger.info("a job failed", extra={**fields, "state": state, "error": error})
-        else:
-            logger.debug("a job ended", extra={**fields, "state": state})
-        if self._hooks.active:
-            self._hooks.tell(
-                StateChange(
-                    id=run.id,
-                    job_type=run.job.job_type,
-                    queue=run.job.queue,
-                    state=state,
-                    attempt=run.job.attempts,
-                    error=error,
-                    request_id=run.job.request_id,
-                )
-            )
+    def _forget(self, group: list[Finished], accepted: set[UUID]) -> None:
+        now = time.monotonic()
+        self._heartbeat.remove(run for run, _ in group)
+        self.written += len(accepted)
+        ended: list[tuple[Claimed, str, float]] = []
+        for run, outcome in group:
+            if run.on_written is not None:
+                run.on_written()
+            state, error = _describe(run, outcome, run.id in accepted)
+            if run.started is not None:
+                ended.append((run.job, state, now - run.started))
+            if state != "completed" or logger.isEnabledFor(logging.DEBUG):
+                _log(run, state, error)
+            if self._hooks.active:
+                self._hooks.tell(_change(run, state, error))
+        self._tally.add(ended)
+
+
+def _log(run: Run, state: str, error: str | None) -> None:
+    fields = {
+        "job_id": str(run.id),
+        "job_type": run.job.job_type,
+        "queue": run.job.queue,
+        "attempt": run.job.attempts,
+    }
+    if state == "lost":
+        logger.warning("a late acknowledgement was refused: the lease was lost", extra=fields)
+    elif state in ("failed", "retrying"):
+        logger.info("a job failed", extra={**fields, "state": state, "error": error})
+    else:
+        logger.debug("a job ended", extra={**fields, "state": state})
+
+
+def _change(run: Run, state: str, error: str | None) -> StateChange:
+    return StateChange(
+        id=run.id,
+        job_type=run.job.job_type,
+        queue=run.job.queue,
+        state=state,
+        attempt=run.job.attempts,
+        error=error,
+        request_id=run.job.request_id,
+    )
 
 
 def _may_pass(error: Exception) -> bool:
@@ -235,13 +245,13 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _describe(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | None]:
+    if accepted and isinstance(outcome, Completed):
+        return "completed", None
     match outcome:
         case Settled():
             return ("retrying", NOT_COMMITTED) if accepted else ("completed", None)
         case _ if not accepted:
             return "lost", None
-        case Completed():
-            return "completed", None
         case Failed(error, _, retry_in):
             again = retry_in is not None and run.job.attempts < run.job.max_attempts
             return ("retrying" if again else "failed"), error

@@ -5,33 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from howdah.execution import aexecute, execute, judge
+from howdah.execution import execute, judge
 from howdah.outcome import Aborted, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from howdah.context import Context
     from howdah.heartbeat import Run
     from howdah.task import Task
 
 
-class Executor(Protocol):
-    """A way to run a handler."""
-
-    async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
-        """Run it and say how it ended. Never raises but for the worker's own cancellation."""
-
-
-class LoopExecutor:
-    """`async def`: in the slot's own asyncio task, so that cancelling the slot cancels the handler."""
-
-    async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
-        return await aexecute(task, context)
+Executor: TypeAlias = "Callable[[Task[..., Any], Context], Awaitable[Outcome]]"
+"""Runs a handler and says how it ended. Never raises but for the worker's own cancellation. That of `async
+def` is `aexecute`: in the slot's own asyncio task, so that cancelling the slot cancels the handler."""
 
 
 class ThreadExecutor:
@@ -81,7 +73,8 @@ class ThreadExecutor:
 
 def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
     while True:
-        inbox.get()()
+        # What one handler puts into context variables is not for the next to find.
+        contextvars.Context().run(inbox.get())
 
 
 def stop_run(run: Run, why: str, slot: asyncio.Task[None] | None) -> None:

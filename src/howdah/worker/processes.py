@@ -1,5 +1,6 @@
-"""`run_in="process"`: handlers in processes of a pebble pool, which are killed at their time limit and when
-their job is cancelled or lost. One that crashes fails its own job and nobody else's.
+"""`run_in="process"`: handlers in processes of a pebble pool. At its time limit, and when its job is cancelled
+or lost, a handler is terminated: `Aborted` is raised wherever it is, and a moment later, if it is still
+there, its process is killed. One that crashes fails its own job and nobody else's.
 
 A child sends progress and events to its worker as datagrams: they need no lock, which a killed process
 could leave locked, and each arrives whole or not at all."""
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import importlib
 import importlib.util
 import logging
@@ -20,7 +22,7 @@ import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEGIN_PATIENCE = 30.0  # for a process to take up a job while one is free
+CLEANING_UP = 0.8  # seconds a handler has from SIGTERM to SIGKILL
 MESSAGE_LIMIT = 200_000
 WATCH = 0.5
 
@@ -49,12 +52,19 @@ class ProcessDied(Exception):
     """A task's process ended without an answer: a crash, the kernel's memory killer, or `os._exit`."""
 
 
+class _Begun(NamedTuple):
+    """A job that a process has taken up."""
+
+    pid: int
+    at: float
+
+
 class ProcessExecutor:
     """The pool, and the socket on which its children report."""
 
     def __init__(self, size: int, sink: Sink) -> None:
         self._size = size
-        self._pids: dict[UUID, int] = {}  # the process of each job that has begun
+        self._begun: dict[UUID, _Begun] = {}
         self._sink = sink
         self._pool: pebble.ProcessPool | None = None
         self._directory: Path | None = None
@@ -63,7 +73,7 @@ class ProcessExecutor:
     def _start(self) -> pebble.ProcessPool:
         import pebble
 
-        # Our children ignore SIGTERM, see below; there is nothing to wait for before SIGKILL.
+        # By then they had their chance: see `_terminate`. What is left to the pool is SIGKILL.
         pebble.CONSTS.term_timeout = 0.05
         self._directory = Path(tempfile.mkdtemp(prefix="howdah-"))
         address = str(self._directory / "reports")
@@ -90,14 +100,14 @@ class ProcessExecutor:
                     case "settle":
                         self._sink.settle(UUID(bytes=job_id))
                     case "begin":
-                        self._pids[UUID(bytes=job_id)] = one
+                        self._begun[UUID(bytes=job_id)] = _Begun(one, time.monotonic())
 
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
         """Run a handler in a process of the pool."""
         import pebble
 
         try:
-            outcome = await self._answer(self._schedule(task, context), context.id)
+            outcome = await self._answer(self._schedule(task, context), task, context)
         except TimeoutError:
             context.abort = context.abort or "timeout"
             outcome = judge(task, context, Aborted(context.abort))
@@ -113,20 +123,22 @@ class ProcessExecutor:
         except Exception as error:
             outcome = judge(task, context, error)
         finally:
-            self._pids.pop(context.id, None)
+            self._begun.pop(context.id, None)
         self._receive()  # reports that were sent before the answer come before it
         return outcome
 
     def _schedule(self, task: Task[..., Any], context: Context) -> Future[Outcome]:
         work = (locate(task), task.name, _describe(context))
+        limit = task.options.timeout
+        last = None if limit is None else limit + CLEANING_UP
         if self._pool is None:
             self._pool = self._start()
         try:
-            return self._pool.schedule(_run_child, args=work, timeout=task.options.timeout)
+            return self._pool.schedule(_run_child, args=work, timeout=last)
         except RuntimeError:
             # A child that died while it was idle breaks a pool for good.
             self._replace()
-            return self._pool.schedule(_run_child, args=work, timeout=task.options.timeout)
+            return self._pool.schedule(_run_child, args=work, timeout=last)
 
     def _replace(self) -> None:
         logger.warning("the process pool broke; a new one is made")
@@ -134,33 +146,69 @@ class ProcessExecutor:
         asyncio.get_running_loop().run_in_executor(None, _stop_pool, broken)
         self._pool = self._start()
 
-    async def _answer(self, future: Future[Outcome], job_id: UUID) -> Outcome:
+    async def _answer(
+        self, future: Future[Outcome], task: Task[..., Any], context: Context
+    ) -> Outcome:
         answer = asyncio.wrap_future(future)
-        waiting = time.monotonic()
         try:
-            while True:
-                gone = self._is_gone(job_id)  # first, as an answer may arrive in between
-                await asyncio.wait([answer], timeout=WATCH)
-                if answer.cancelled():
-                    raise BrokenProcessPool  # its pool was replaced
-                if answer.done():
-                    return await answer
-                if job_id in self._pids or len(self._pids) >= self._size:
-                    waiting = time.monotonic()
-                elif time.monotonic() - waiting > BEGIN_PATIENCE:
-                    # An idle child that was killed may have taken the pool's lock with it.
-                    if not self._pids:
-                        self._replace()
-                    raise BrokenProcessPool
-                if gone:
-                    # It left with status 0, which the pool takes for a child that had nothing to do.
-                    raise ProcessDied(_describe_death(0))
+            return await self._watch(answer, task, context)
+        except asyncio.CancelledError:
+            if context.abort is not None and not answer.done():
+                self._terminate(context)
+                await asyncio.wait([answer], timeout=CLEANING_UP)
+            raise
         finally:
-            answer.cancel()
+            answer.cancel()  # and with it its process, if that is still at it
+            if self._directory is not None:
+                (self._directory / context.id.hex).unlink(missing_ok=True)
+
+    async def _watch(
+        self, answer: asyncio.Future[Outcome], task: Task[..., Any], context: Context
+    ) -> Outcome:
+        job_id, limit = context.id, task.options.timeout
+        waiting = time.monotonic()
+        while True:
+            gone = self._is_gone(job_id)  # first, as an answer may arrive in between
+            begun = self._begun.get(job_id)
+            pause = WATCH
+            if begun is not None and limit is not None and context.abort is None:
+                pause = min(pause, begun.at + limit - time.monotonic())
+            await asyncio.wait([answer], timeout=max(0.0, pause))
+            if answer.cancelled():
+                raise BrokenProcessPool  # its pool was replaced
+            if answer.done():
+                return await answer
+            if begun is not None and limit is not None and time.monotonic() > begun.at + limit:
+                if context.abort is None:
+                    context.abort = "timeout"
+                    self._terminate(context)
+            elif begun is not None or len(self._begun) >= self._size:
+                waiting = time.monotonic()
+            elif time.monotonic() - waiting > BEGIN_PATIENCE:
+                # An idle child that was killed may have taken the pool's lock with it.
+                if not self._begun:
+                    self._replace()
+                raise BrokenProcessPool
+            if gone:
+                # It left with status 0, which the pool takes for a child that had nothing to do.
+                raise ProcessDied(_describe_death(0))
+
+    def _terminate(self, context: Context) -> None:
+        """Have `Aborted` raised in the handler. A note says whom the signal is about, and why: by the
+        time it arrives the process may be busy with another job, and others send SIGTERM too."""
+        self._receive()
+        begun = self._begun.get(context.id)
+        if begun is None or self._directory is None or self._is_gone(context.id):
+            return
+        (self._directory / context.id.hex).write_text(context.abort or "cancelled")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(begun.pid, signal.SIGTERM)
 
     def _is_gone(self, job_id: UUID) -> bool:
-        pid = self._pids.get(job_id)
-        return pid is not None and all(pid != c.pid for c in multiprocessing.active_children())
+        begun = self._begun.get(job_id)
+        return begun is not None and all(
+            begun.pid != child.pid for child in multiprocessing.active_children()
+        )
 
     async def stop(self) -> None:
         """Kill what still runs and remove the socket."""
@@ -250,17 +298,29 @@ class _Reports:
 
 
 _reports: _Reports | None = None
+_notes = Path()  # where the worker says which job to stop
+_running: Context | None = None
 _resources: dict[int, Mapping[str, Any]] = {}
 
 
 def _begin_child(address: str) -> None:
-    global _reports
-    _reports = _Reports(address)
+    global _reports, _notes
+    _reports, _notes = _Reports(address), Path(address).parent
     # Ctrl-C and an init system reach the whole group; when this process stops is for its worker to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stop_handler)
     # A worker that was killed leaves no orphans behind.
     _die_with_parent()
+
+
+def _stop_handler(_signal: int, _frame: object) -> None:
+    """SIGTERM: stop the handler if the worker has left a note about it; else it is not for us."""
+    context = _running
+    if context is None:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        context.abort = (_notes / context.id.hex).read_text()
+        raise Aborted(context.abort)
 
 
 def _die_with_parent() -> None:
@@ -280,8 +340,14 @@ def _run_child(module: str, name: str, described: dict[str, Any]) -> Outcome:
         sink=_reports,
         resources=_child_resources(task),
     )
+    global _running
     with _memory_limit(task.options.memory_limit):
-        outcome = execute(task, context)
+        _running = context
+        try:
+            # What a handler puts into context variables is not for the next to find.
+            outcome = contextvars.Context().run(execute, task, context)
+        finally:
+            _running = None
     if isinstance(outcome, Failed):
         # The exception itself may not be picklable; its text is.
         outcome = Failed(outcome.error, outcome.traceback, outcome.retry_in)

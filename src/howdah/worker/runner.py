@@ -24,12 +24,13 @@ from howdah import faults, payload
 from howdah.async_store import AsyncStore
 from howdah.drivers import is_refused
 from howdah.errors import DatabaseUnreachable, InvalidOption
+from howdah.execution import aexecute
 from howdah.heartbeat import Heartbeat, Run
 from howdah.hooks import Hooks
 from howdah.listener import Listener
 from howdah.store import Store
 from howdah.worker.completer import Completer
-from howdah.worker.executors import Executor, LoopExecutor, ThreadExecutor
+from howdah.worker.executors import Executor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher
 from howdah.worker.processes import ProcessExecutor, locate, require_pebble
 from howdah.worker.slots import Slots
@@ -188,7 +189,7 @@ class Worker:
         threads = ThreadExecutor(seconds)
         processes = ProcessExecutor(min(self.processes, self.concurrency), heartbeat)
         executors: dict[str, Executor] = {
-            "async": LoopExecutor(), "thread": threads, "process": processes,
+            "async": aexecute, "thread": threads.execute, "process": processes.execute,
         }  # fmt: skip
         self._slots = slots = Slots(
             self.concurrency, app.tasks, executors,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import logging
 import math
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from howdah import faults, payload
 from howdah.context import Context
 from howdah.drivers import DATABASE_ERRORS
-from howdah.heartbeat import Run
+from howdah.heartbeat import SUSPICION, Run
 from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
 from howdah.worker.executors import stop_run
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 AHEAD = 0.2  # seconds of work to have at hand
 PREFETCH_LIMIT = 1000
 HOARDED = 1.0  # seconds in the buffer after which a job is better off elsewhere
-SUSPICION = 0.5  # seconds a job may run before it is trusted not to kill us
 SMOOTHING = 0.1
 YIELD_EVERY = 16
 LAST_PATIENCE = 1.0
@@ -86,8 +86,8 @@ class Slots:
         self._ended = 0
         self._looked = time.monotonic()
         self._closed = False
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._clean = contextvars.Context()
+        self._on_crash: Callable[[BaseException], None] = _ignore
 
     # ── for the fetcher ───────────────────────────────────────────────────────────────────────────
 
@@ -174,14 +174,18 @@ class Slots:
     def start(self, on_crash: Callable[[BaseException], None]) -> None:
         """Start the slots. `on_crash` hears of an error in one, which should not be."""
 
-        def ended(slot: asyncio.Task[None]) -> None:
-            if not slot.cancelled() and (error := slot.exception()) is not None:
-                on_crash(error)
-
+        self._on_crash, self._clean = on_crash, contextvars.copy_context()
         for number in range(self._count):
-            slot = asyncio.create_task(self._serve(), name=f"howdah-slot-{number}")
-            slot.add_done_callback(ended)
-            self._slots.append(slot)
+            self._add(f"howdah-slot-{number}")
+
+    def _add(self, name: str) -> None:
+        slot = asyncio.create_task(self._serve(), name=name, context=self._clean.copy())
+        slot.add_done_callback(self._hear_of_end)
+        self._slots.append(slot)
+
+    def _hear_of_end(self, slot: asyncio.Task[None]) -> None:
+        if not slot.cancelled() and (error := slot.exception()) is not None:
+            self._on_crash(error)
 
     def close(self) -> None:
         """Give back what has not been started; run no more."""
@@ -194,7 +198,9 @@ class Slots:
 
     async def wait_until_empty(self) -> None:
         """Wait for the running jobs to end."""
-        await self._empty.wait()
+        while self._running:
+            self._room.clear()
+            await self._room.wait()
 
     def interrupt(self) -> None:
         """Stop everything that runs, to be given back. Threads that do not listen are left behind."""
@@ -227,6 +233,8 @@ class Slots:
     # ── the slots ─────────────────────────────────────────────────────────────────────────────────
 
     async def _serve(self) -> None:
+        me = asyncio.current_task()
+        clean = contextvars.copy_context()
         served = 0
         while not self._closed:
             if not self._buffer:
@@ -235,25 +243,31 @@ class Slots:
                 await getter
                 continue
             run = self._buffer.popleft()
-            self._running[run] = asyncio.current_task()
-            self._empty.clear()
+            self._running[run] = me
             try:
-                outcome = await self._execute(run)
+                outcome = await self._execute(run, me)
             finally:
                 del self._running[run]
-                if not self._running:
-                    self._empty.set()
+                self._ended += 1
+                self._room.set()
             faults.reach("after-run")
             if not run.finishing:
                 self._completer.put(run, outcome)
-            self._ended += 1
-            self._room.set()
+            if contextvars.copy_context() != clean:
+                # What one handler puts into context variables is not for the next to find.
+                self._replace(me)
+                return
             served += 1
             if served % YIELD_EVERY == 0:
                 # A handler that never waits would keep the fetcher and the completer from their work.
                 await asyncio.sleep(0)
 
-    async def _execute(self, run: Run) -> Outcome:
+    def _replace(self, slot: asyncio.Task[None] | None) -> None:
+        assert slot is not None  # noqa: S101
+        self._slots.remove(slot)
+        self._add(slot.get_name())
+
+    async def _execute(self, run: Run, slot: asyncio.Task[None] | None) -> Outcome:
         """One job, to an outcome, whatever happens."""
         try:
             faults.reach("before-start")
@@ -271,9 +285,8 @@ class Slots:
             return Failed(payload.describe_error(error), None, 10.0)
         finally:
             # A cancellation of this slot was about the job that has ended now.
-            current = asyncio.current_task()
-            while run.abort is not None and current is not None and current.cancelling():
-                current.uncancel()
+            while run.abort is not None and slot is not None and slot.cancelling():
+                slot.uncancel()
 
     async def _call(self, run: Run) -> Outcome:
         job, task = run.job, run.task
@@ -296,7 +309,7 @@ class Slots:
         run.started = time.monotonic()
         if self._hooks.active:
             self._tell_running(job)
-        outcome = await self._executors[task.options.run_in].execute(task, context)
+        outcome = await self._executors[task.options.run_in](task, context)
         self._measure(job.job_type, time.monotonic() - run.started)
         return outcome
 
@@ -345,6 +358,10 @@ class Slots:
                 request_id=job.request_id,
             )
         )
+
+
+def _ignore(error: BaseException) -> None:
+    """Before there are slots, none crashes."""
 
 
 class _Unannounced(Exception):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from howdah.worker_statements import Claimed
 
 _COLUMNS = {
@@ -38,19 +40,20 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], Count] = {}
 
-    def add(self, job: Claimed, state: str, seconds: float) -> None:
-        """Count one outcome that was written."""
-        column = _COLUMNS.get(state)
-        if column is None:
-            return
+    def add(self, ended: Iterable[tuple[Claimed, str, float]]) -> None:
+        """Count outcomes that were written: the job, its new state, and the seconds it ran."""
         with self._lock:
-            key = (job.queue, job.job_type)
-            count = self._counts.get(key)
-            if count is None:
-                count = self._counts[key] = Count(job.queue, job.job_type)
-            setattr(count, column, getattr(count, column) + 1)
-            count.wait_seconds += job.waited
-            count.run_seconds += seconds
+            for job, state, seconds in ended:
+                column = _COLUMNS.get(state)
+                if column is None:
+                    continue
+                key = (job.queue, job.job_type)
+                count = self._counts.get(key)
+                if count is None:
+                    count = self._counts[key] = Count(job.queue, job.job_type)
+                setattr(count, column, getattr(count, column) + 1)
+                count.wait_seconds += job.waited
+                count.run_seconds += seconds
 
     def take(self) -> str | None:
         """What has been counted, as the JSON that `add_throughput` reads, and begin anew."""

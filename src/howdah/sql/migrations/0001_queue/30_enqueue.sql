@@ -136,6 +136,19 @@ BEGIN
     END IF;
 END $$;
 
+-- For jobs that were copied into live_jobs in this transaction: makes their lanes,
+-- [[queue, job type, priority], …], and wakes workers, as enqueue_jobs does for its own.
+CREATE FUNCTION announce_jobs(p_lanes jsonb) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+BEGIN
+    PERFORM add_lane(l ->> 0, l ->> 1, (l ->> 2)::int) FROM jsonb_array_elements(p_lanes) AS l;
+    -- Due from now on: the beginning of the transaction comes before every job in it.
+    PERFORM wake_workers(jsonb_agg(
+        jsonb_build_array(l -> 0, l -> 1, extract(epoch FROM now()), l -> 2)))
+    FROM jsonb_array_elements(p_lanes) AS l;
+END $$;
+
 -- Enqueues one job and returns its id: the id of the first one where the idempotency key is taken.
 CREATE FUNCTION enqueue_job(
     p_job_type text,
