@@ -42,6 +42,7 @@ class Notes:
         self._claims: dict[
             str, tuple[float, bool]
         ] = {}  # of each job and fence: since when, and if last
+        self._announced: set[str] = set()
         self._in_trouble = False
 
     def invoked(self, statement: Statement[Any]) -> tuple[str, float]:
@@ -56,7 +57,18 @@ class Notes:
         elif function == "start_jobs":
             for job, fence in _pairs(statement):
                 self._ledger.write("announce", job=job, fence=fence)
+        elif function == "extend_jobs":
+            self._announce_begun(statement)
         return function, now
+
+    def _announce_begun(self, statement: Statement[Any]) -> None:
+        """A heartbeat tells the database which jobs have begun, some of them before their thread runs."""
+        for (job, fence), elapsed in zip(
+            _pairs(statement), statement.parameters[3] or (), strict=False
+        ):
+            if elapsed is not None and job + fence not in self._announced:
+                self._announced.add(job + fence)
+                self._ledger.write("announce", job=job, fence=fence)
 
     def answered(self, function: str, asked: float, statement: Statement[Any], answer: Any) -> None:
         """After a statement was committed, in a transaction of its own."""
