@@ -79,7 +79,20 @@ def page(
         measured = sorted(times.get(name, []))
         p50, most = (f"{median(measured):.2f} s", f"{measured[-1]:.2f} s") if measured else ("", "")
         text += _row(name, f"{hits[name]:,}", f"{len(measured):,}", p50, most)
-    return text
+    return text + _losses(verdicts)
+
+
+def _losses(verdicts: Sequence[Verdict]) -> str:
+    """Acknowledged jobs that only a lost primary knew, by id."""
+    lost = sorted({f.job for verdict in verdicts for f in verdict.excused if f.promise == "P1"})
+    if not lost:
+        return ""
+    return (
+        "\n## What an asynchronous standby lost\n\nThe standby was held back on purpose before it took over. What "
+        "it lacked was found on the dead primary's disk, and these are the acknowledged jobs among it, "
+        f"{len(lost):,} in all, named by the checker. A synchronous standby lost none.\n\n"
+        + "".join(f"- `{job}`\n" for job in lost)
+    )
 
 
 def _row(*cells: str) -> str:
