@@ -237,7 +237,11 @@ def run_full(console: Console, options: argparse.Namespace) -> bool:
         if options.report is not None:
             options.report.write_text(
                 page(
-                    done, seed=options.seed, seconds=seconds, postgresql=hall.version(), short=short
+                    done,
+                    seed=options.seed,
+                    seconds=seconds,
+                    postgresql=hall.version(),
+                    short=missing(verdicts, 1.0),
                 )
             )
         if options.json is not None:
