@@ -235,8 +235,15 @@ def run_full(console: Console, options: argparse.Namespace) -> bool:
         for each in short:
             console.print(f"[red]{each}[/]")
         if options.report is not None:
-            text = page(done, seed=options.seed, seconds=seconds, postgresql=hall.version())
-            options.report.write_text(text)
+            options.report.write_text(
+                page(
+                    done,
+                    seed=options.seed,
+                    seconds=seconds,
+                    postgresql=hall.version(),
+                    short=missing(verdicts, 1.0),
+                )
+            )
         if options.json is not None:
             described = [report.as_json(verdict) for verdict in verdicts]
             options.json.write_text(json.dumps(described, indent=1))

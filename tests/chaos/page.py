@@ -35,9 +35,14 @@ How often each promise was found broken.
 
 
 def page(
-    done: Sequence[tuple[Scenario, Verdict]], *, seed: int, seconds: float, postgresql: str
+    done: Sequence[tuple[Scenario, Verdict]],
+    *,
+    seed: int,
+    seconds: float,
+    postgresql: str,
+    short: Sequence[str] = (),
 ) -> str:
-    """The page."""
+    """The page. `short` is what the run did too little of."""
     verdicts = [verdict for _, verdict in done]
     jobs = sum(verdict.acknowledged for verdict in verdicts)
     broken = sum(len(verdict.findings) + len(verdict.notes) for verdict in verdicts)
@@ -54,6 +59,10 @@ def page(
         if not broken
         else f"**{broken} findings: see below.**",
     )
+    if short:
+        text = text.replace(
+            "\n## ", f"\nToo little to be a full run: {'; '.join(short)}.\n\n## ", 1
+        )
     text += _row("fault", "jobs", "hits", *PROMISES) + _rule(2 + len(PROMISES))
     for scenario, verdict in done:
         counts = [str(verdict.broken().get(promise, 0)) for promise in PROMISES]

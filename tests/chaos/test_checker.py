@@ -232,6 +232,18 @@ def test_a_lease_that_nobody_takes_back_while_there_is_a_worker() -> None:
     assert story.broken() == []  # the server has been back for three seconds
 
 
+def test_a_row_that_a_paused_worker_has_locked_is_its_own_until_it_goes_on() -> None:
+    pause = {"fault": 1, "name": "pause worker", "scope": "worker", "target": 10}
+    story = Story().enqueue(0, JOB).line(0, "ready", 1, child=12, role="worker").claim(1, "a")
+    story.work(1.1, "a").line(1.4, "fault", 1, phase="begin", **pause)
+    story.line(9, "overdue", 1, job=JOB, fence="a", seconds=6.0).row()
+    assert story.broken() == ["P9"]
+    story.line(1.3, "ack-invoked", 10, job=JOB, fence="a", what="complete", final=True)
+    assert story.broken() == []
+    story.line(3, "fault", 1, phase="end", **pause)
+    assert story.broken() == ["P9"]
+
+
 def test_a_worker_that_does_not_find_back() -> None:
     cut = {"fault": 5, "name": "cut connections", "scope": "connection"}
     story = plain().row().line(2, "fault", 1, phase="begin", **cut)

@@ -344,7 +344,9 @@ class Checker:
         worker as well."""
         told = set()
         for line in self.history.overdue:
-            calm = [end for begin, end in self._common if begin < line.t]
+            holder = self._at_its_end(line)
+            faults = self._common if holder is None else self._worker_faults(holder)
+            calm = [end for begin, end in faults if begin < line.t]
             waited = min([line["seconds"], *(line.t - end for end in calm)])
             if line["fence"] in told or waited <= RECOVERY:
                 continue
@@ -352,6 +354,14 @@ class Checker:
                 told.add(line["fence"])
                 what = f"was not taken back {waited:.1f} s after its lease ran out"
                 yield Finding("P9", line["job"], what, _numbers(line))
+
+    def _at_its_end(self, overdue: Line) -> int | None:
+        """The worker that is just ending the job, in a transaction of the handler's own, perhaps: while
+        that one is stopped in the middle, the row is locked and nobody can take it back."""
+        for lease in self.history.jobs.get(overdue["job"], ()):
+            if lease.fence == overdue["fence"] and any(x.t < overdue.t for x in lease.invoked):
+                return lease.worker
+        return None
 
     def _somebody_worked(self, since: float, until: float) -> bool:
         """Whether one worker at least was there all the time, and no fault kept it from working."""

@@ -350,6 +350,11 @@ def count_hits(history: History, lease: float) -> dict[str, int]:
                 continue
             # One that waits for its fault point is hit when it dies.
             at = died.t if window.begin.get("point") else at
+        if window.scope == "producer":
+            calls = history.enqueues.values()
+            if any(call.invoked.pid == target and call.answer is None for call in calls):
+                count(window.name)
+            continue
         if window.name.startswith("pause") and window.until() - at <= lease:
             continue
         if history.in_flight(target, at):
