@@ -86,12 +86,12 @@ class CutCommits(Scenario):
 class WrongClocks(Scenario):
     """The clocks of workers and producers are an hour off, some ahead and some behind."""
 
-    name = "wrong clocks"
     about = "clocks of workers and producers one hour ahead and behind"
     least = 12.0
 
     def __init__(self, seconds: int = HOUR) -> None:
         self.environment = off_by(seconds)
+        self.name = f"clocks {'ahead' if seconds > 0 else 'behind'}"
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
         return [
