@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test slow lint format typecheck unit smoke system bench bench-growth bench-quick skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick bench bench-growth bench-quick skill-zip skill-figures clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -28,7 +28,7 @@ demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed ag
 recording: $(INSTALLED) ## Record the demo anew for the README
 	@$(PY) tools/record_demo.py
 
-test: lint typecheck unit smoke ## Run the checks; `make slow` has the long ones
+test: lint typecheck unit smoke chaos-quick ## Run the checks; `make slow` has the long ones
 	@echo "make test: all checks passed."
 
 slow: $(INSTALLED) system ## Follow every page, the skill and the demo; test on the system's PostgreSQL
@@ -78,6 +78,12 @@ bench-growth: $(INSTALLED) ## Measure queues of millions of jobs, for about 25 m
 
 bench-quick: $(INSTALLED) ## Measure Howdah, PgQueuer and the ceilings, in under 3 minutes
 	$(PY) -m bench --quick $(ARGS)
+
+chaos-quick: $(INSTALLED) ## Kill workers and the server for a minute, and check every promise
+	$(PY) tests/chaos/main.py quick $(ARGS)
+
+chaos: $(INSTALLED) ## Twenty minutes of every fault there is; writes docs/reliability.md
+	$(PY) tests/chaos/main.py full --report docs/reliability.md $(ARGS)
 
 skill-zip: $(INSTALLED) ## Pack the agent skill into dist/postgres-job-queue.zip
 	$(PY) tools/skill_zip.py dist/postgres-job-queue.zip

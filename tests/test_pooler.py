@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
+import psycopg
 import pytest
 
-from howdah import App, AsyncJobQueue, JobQueue, Status, Worker
+from howdah import App, AsyncJobQueue, JobQueue, Status, Worker, listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,3 +104,30 @@ async def test_a_worker_falls_back_to_polling_behind_a_pooler(pooled: str) -> No
     worker.stop()
     await running
     await app.aclose()
+
+
+async def test_a_listener_does_not_take_its_own_echo_for_proof_behind_a_pooler(
+    pooled: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pooler may give LISTEN and the probing NOTIFY the same session, which then answers itself; what
+    others notify of arrives nowhere."""
+    monkeypatch.setattr(listener, "PROBE_PERIOD", 0.05)
+    monkeypatch.setattr(listener, "PROBE_TIMEOUT", 0.2)
+    listening = listener.Listener(pooled, "howdah")
+    listening.start()
+    probes: set[object] = set()
+    try:
+        async with asyncio.timeout(60):
+            while len(probes) < 5:
+                with psycopg.connect(database, autocommit=True) as conn:
+                    probes |= {
+                        row[0]
+                        for row in conn.execute(
+                            "SELECT query_start FROM pg_stat_activity "
+                            "WHERE starts_with(query, 'NOTIFY ') AND datname = current_database()"
+                        )
+                    }
+                assert not listening.healthy
+                await asyncio.sleep(0.01)
+    finally:
+        await listening.stop()

@@ -21,6 +21,7 @@ from howdah.drivers import (
     is_connection_lost,
     is_ours,
     is_refused,
+    is_schema_missing,
     raise_translated,
     seconds_left,
     unreachable,
@@ -102,6 +103,7 @@ class AsyncStore:
         give_up = time.monotonic() + self._timeout
         broken = False
         while True:
+            pool = None
             try:
                 pool = await self._ready(give_up)
                 return await self._attempt(pool, statements, broken, give_up)
@@ -109,6 +111,8 @@ class AsyncStore:
                 if is_refused(error):
                     raise unreachable(self._where, error) from error
                 if not is_connection_lost(error):
+                    if pool is not None and is_schema_missing(error):
+                        await self._look_again(pool)
                     raise_translated(error, self._schema)
                 if time.monotonic() >= give_up or self._is_hopeless(error):
                     raise unreachable(self._where, error, self._trouble) from error
@@ -116,6 +120,11 @@ class AsyncStore:
                     self._trouble = error
             broken = True
             await asyncio.sleep(RETRY_PAUSE)
+
+    async def _look_again(self, pool: asyncpg.Pool) -> None:
+        """Raise `SchemaTooNew` if what is missing went with a migration under our feet."""
+        async with pool.acquire(timeout=self._patience) as conn:
+            await adrive(conn, migrate.check(self._schema, create=False))
 
     def _is_hopeless(self, error: BaseException) -> bool:
         # The caller's own pool is not ours to open.

@@ -76,6 +76,11 @@ def is_connection_lost(error: BaseException) -> bool:
     )
 
 
+def is_schema_missing(error: BaseException) -> bool:
+    """Whether a schema, a table or a function of ours is not there."""
+    return sqlstate(error) in {"3F000", "42P01", "42883"}
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether a statement may well succeed if it is sent again, unchanged, a little later."""
     # 40 rolled back to let another on, 53 out of something, 55 in use, 57 interrupted by an operator
@@ -110,7 +115,7 @@ def translate(error: BaseException, schema: str) -> BaseException:
     if cause is None:
         return error
     state = sqlstate(cause)
-    if state in {"3F000", "42P01", "42883"}:
+    if is_schema_missing(cause):
         return SchemaMissing(schema)
     if state == "42501":
         return NotPermitted(message_of(cause))

@@ -114,7 +114,10 @@ class Listener:
 
     def _tell(self, conn: Any, pid: int, channel: str, payload: str) -> None:
         if channel == self._ping:
-            self._heard.set()
+            # Behind a pooler LISTEN and NOTIFY may meet in one session by chance, which proves nothing.
+            # Its process id is then not the one that the pooler gave us.
+            if pid == conn.get_server_pid():
+                self._heard.set()
         else:
             self._call(channel.rpartition(":")[2], payload)
 

@@ -30,6 +30,7 @@ from howdah.drivers import (
     is_connection_lost,
     is_ours,
     is_refused,
+    is_schema_missing,
     raise_translated,
     seconds_left,
     unreachable,
@@ -123,11 +124,18 @@ class Store:
                 return self._attempt(pool, statements, broken, give_up)
             except (psycopg.Error, OSError) as error:
                 if not is_connection_lost(error):
+                    if pool is not None and is_schema_missing(error):
+                        self._look_again(pool)
                     raise_translated(error, self._schema)
                 if time.monotonic() >= give_up or self._is_hopeless(error):
                     raise unreachable(self._where, error) from error
             broken = True
             self._discard(pool)
+
+    def _look_again(self, pool: psycopg_pool.ConnectionPool[Any]) -> None:
+        """Raise `SchemaTooNew` if what is missing went with a migration under our feet."""
+        with pool.connection(self._patience) as conn:
+            migrate.drive(conn, migrate.check(self._schema, create=False))
 
     def _is_hopeless(self, error: BaseException) -> bool:
         # The caller's own pool is not ours to open.

@@ -13,7 +13,7 @@ from calls import claim, complete, enqueue, expire, fail, maintain, rows, value,
 from processes import at_once
 from psycopg import sql as pgsql
 
-from howdah import JobQueue, migrate
+from howdah import AsyncJobQueue, JobQueue, migrate
 from howdah.errors import InvalidOption, SchemaMissing, SchemaOutdated, SchemaTooNew
 from howdah.sql import latest_version, migrations
 
@@ -161,6 +161,22 @@ def test_a_schema_that_is_too_new_is_refused(empty_database: str, conn: Connecti
         'schema "howdah" is at version 999, and this Howdah knows versions up to '
         f"{latest_version()}. Upgrade the howdah package in this environment."
     )
+
+
+async def test_a_schema_that_becomes_too_new_under_a_queue_is_named_as_the_cause(
+    empty_database: str, conn: Connection
+) -> None:
+    queue, aqueue = JobQueue(empty_database), AsyncJobQueue(empty_database)
+    queue.pending()
+    await aqueue.pending()
+    from_the_future(conn, oldest_code=999)
+    conn.execute("ALTER FUNCTION howdah.pending_count RENAME TO pending_count_anew")
+    with pytest.raises(SchemaTooNew, match="Upgrade the howdah package"):
+        queue.pending()
+    with pytest.raises(SchemaTooNew, match="Upgrade the howdah package"):
+        await aqueue.pending()
+    queue.close()
+    await aqueue.close()
 
 
 def test_a_newer_schema_that_still_knows_this_code_is_used(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from calls import claim, complete, enqueue, get, maintain, rows, status, value
+from calls import claim, complete, enqueue, get, maintain, rows, status, value, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,6 +191,42 @@ def test_an_enqueue_that_is_repeated_is_the_same_job(conn: Connection) -> None:
     complete(conn, *claim(conn))
     assert [row.is_new for row in rows(conn, again, jobs)] == [True]
     assert claim(conn) == []
+
+
+def test_an_enqueue_that_is_repeated_while_its_job_ends_is_the_same_job(
+    connect: Connect, conn: Connection
+) -> None:
+    jobs = json.dumps(
+        [
+            {
+                "id": f"01900000-0000-7000-8000-00000000000{n}",
+                "job_type": "work",
+                "ordering_key": key,
+            }
+            for n, key in enumerate([None, "k", "k"])
+        ]
+    )
+    rows(conn, "SELECT * FROM howdah.enqueue_jobs(%s)", jobs)
+    worker = connect(autocommit=False)
+    plain, ordered = claim(worker)
+    worker.commit()
+    complete(worker, plain, ordered)
+    again = connect()
+    pid = again.info.backend_pid
+    with ThreadPoolExecutor(1) as thread:
+        repeated = thread.submit(
+            rows, again, "SELECT * FROM howdah.enqueue_jobs(%s, p_again => true)", jobs
+        )
+        # It has looked, seen the jobs alive, and waits for the one who is just ending them.
+        wait_until(lambda: value(conn, "SELECT cardinality(pg_blocking_pids(%s))", pid), "it waits")
+        worker.commit()
+        assert [row.is_new for row in repeated.result(60)] == [True, True, True]
+    (last,) = claim(conn)
+    assert last.ordering_key == "k"
+    complete(conn, last)
+    assert claim(conn) == []
+    ended = rows(conn, "SELECT id, status FROM howdah.jobs")
+    assert sorted(ended) == sorted((job.id, "completed") for job in (plain, ordered, last))
 
 
 def test_pending_jobs_are_counted_by_queue_and_type(conn: Connection) -> None:

@@ -13,6 +13,7 @@ import click
 
 from howdah import __version__
 from howdah.cli.bench import bench_command
+from howdah.cli.chaos import chaos_command
 from howdah.cli.db import db
 from howdah.cli.demo import demo
 from howdah.cli.dev import dev_command
@@ -36,7 +37,7 @@ from howdah.errors import DatabaseUnreachable, HowdahError, JobCancelled, JobFai
 from howdah.search import AmbiguousId, NoSuchJob
 
 SECTIONS = {
-    "Run": (worker_command, dev_command, demo, enqueue_command),
+    "Run": (worker_command, dev_command, demo, chaos_command, enqueue_command),
     "Look": (
         top_command,
         tail_command,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from howdah import faults, payload
@@ -93,13 +93,15 @@ class Completer:
         if any(run.dirty for run, _ in batch):
             await self._flush_reports()
         groups: dict[object, list[Finished]] = defaultdict(list)
+        times: Counter[UUID] = Counter()
         for run, outcome in batch:
             if isinstance(outcome, Lost):
                 self._forget([(run, outcome)], set())
-            elif isinstance(outcome, Released):
-                groups[outcome.delay].append((run, outcome))
-            else:
-                groups[type(outcome)].append((run, outcome))
+                continue
+            # The answer names ids: two runs of one job, of which one is stale, go one after the other.
+            times[run.id] += 1
+            kind = outcome.delay if isinstance(outcome, Released) else type(outcome)
+            groups[kind, times[run.id]].append((run, outcome))
         for group in groups.values():
             await self._send(group)
 

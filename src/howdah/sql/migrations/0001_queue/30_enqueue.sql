@@ -58,7 +58,7 @@ AS $$
 #variable_conflict use_column
 DECLARE
     v_owners jsonb;
-    v_known uuid[];
+    v_ended uuid[];
     v_lanes jsonb;
     v_lane jsonb;
     v_ids uuid[];
@@ -81,9 +81,6 @@ BEGIN
         INTO v_ids
         FROM jsonb_array_elements(p_jobs) WITH ORDINALITY AS j (value, n);
     END IF;
-    IF p_again THEN
-        v_known := ARRAY (SELECT f.id FROM finished_jobs AS f WHERE f.id = ANY (v_ids));
-    END IF;
 
     WITH incoming AS (
         SELECT j.*
@@ -94,7 +91,7 @@ BEGIN
             job_type, data, queue, priority, run_at, delay,
             max_attempts, idempotency_key, ordering_key, request_id,
             traceparent, keep, n)
-        WHERE v_ids[j.n] = v_asked[j.n] AND (v_known IS NULL OR v_ids[j.n] <> ALL (v_known))
+        WHERE v_ids[j.n] = v_asked[j.n]
         ORDER BY j.n),
     inserted AS (
         INSERT INTO live_jobs (
@@ -116,6 +113,13 @@ BEGIN
     SELECT (SELECT array_agg(id) FROM inserted),
            (SELECT jsonb_agg(jsonb_build_array(u.queue, u.job_type, u.due, u.priority)) FROM used AS u)
     INTO v_new, v_lanes;
+
+    IF p_again THEN
+        -- Not before the insert, which waits for whoever is just ending one of them: what it then finds
+        -- room for has ended, and only a snapshot taken after it shows all of those.
+        v_ended := ARRAY (SELECT f.id FROM finished_jobs AS f WHERE f.id = ANY (v_new));
+        DELETE FROM live_jobs AS j WHERE j.id = ANY (v_ended);
+    END IF;
 
     FOR v_lane IN SELECT * FROM jsonb_array_elements(v_lanes) LOOP
         PERFORM add_lane(v_lane ->> 0, v_lane ->> 1, (v_lane ->> 3)::int);

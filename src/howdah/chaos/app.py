@@ -1,0 +1,189 @@
+"""The app whose workers a chaos run kills: quick jobs, slow jobs, ones that fail, and ones that should never
+have been written. What each run does goes to the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from howdah.app import App
+from howdah.chaos import ledger, watched
+from howdah.chaos.crew import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
+from howdah.context import Context, current
+from howdah.retry import Retry
+from howdah.statements import quote_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCHEMA = os.environ.get(SCHEMA_VARIABLE, "howdah")
+LEASE = float(os.environ.get(LEASE_VARIABLE, "2"))
+SOON = Retry.fixed(0.05)
+
+_ledger = ledger.from_environment()
+if _ledger is not None:
+    watched.watch(_ledger, LEASE)
+
+app = App(schema=SCHEMA, lease=LEASE)
+
+
+def note(kind: str, context: Context, **more: Any) -> None:
+    """Write a line about this run."""
+    if _ledger is not None:
+        _ledger.write(kind, job=context.id, fence=context.lease_id, attempt=context.attempt, **more)
+
+
+@app.middleware
+def witness(context: Context) -> Iterator[None]:
+    """Around every run: that it began, and that it did its work."""
+    note("start", context)
+    yield
+    note("effect", context)
+
+
+# ── what most jobs are like ───────────────────────────────────────────────────────────────────────
+
+
+@app.task(name="chaos.quick", max_attempts=5)
+async def quick(tag: str) -> None:
+    """Ends at once."""
+
+
+@app.task(name="chaos.nap", max_attempts=5)
+async def nap(tag: str, seconds: float = 0.05) -> str:
+    """Takes a moment, and has a result."""
+    await asyncio.sleep(seconds)
+    return tag
+
+
+@app.task(name="chaos.thread", max_attempts=5)
+def thread(tag: str, seconds: float = 0.02) -> None:
+    """In a thread."""
+    time.sleep(seconds)
+
+
+@app.task(name="chaos.ordered", max_attempts=5, retry=SOON)
+async def ordered(tag: str, n: int) -> None:
+    """One of several with the same ordering key; every seventh fails at first."""
+    await asyncio.sleep(0.005)
+    if n % 7 == 0 and current().attempt == 1:
+        raise OSError("not yet")
+
+
+@app.task(name="chaos.flaky", max_attempts=4, retry=SOON)
+async def flaky(tag: str, failures: int = 1) -> None:
+    """Fails so many times."""
+    if current().attempt <= failures:
+        raise OSError(f"failure {current().attempt} of {failures}")
+
+
+@app.task(name="chaos.once", max_attempts=5, retry=SOON)
+async def once(tag: str) -> None:
+    """Its row and its completion in one transaction: exactly once, whatever happens to the worker."""
+    context, asked = current(), time.monotonic()
+    # A line that goes dead in a transaction would keep the job locked for as long as it is waited for.
+    conn = await asyncpg.connect(os.environ["HOWDAH_DATABASE_URL"], timeout=3, command_timeout=3)
+    try:
+        async with conn.transaction():
+            await conn.execute(
+                f"INSERT INTO {quote_schema(SCHEMA)}.{EFFECTS} (job_id, tag) VALUES ($1, $2)",
+                context.id,
+                tag,
+            )
+            note("effect", context)
+            await app.aqueue.complete(context.completion(), conn=conn)
+    finally:
+        conn.terminate()
+    note("ack-accepted", context, what="complete", final=True, asked=asked)
+
+
+# ── poison ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Unspeakable(Exception):
+    """An exception that cannot even be described."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@app.task(name="chaos.poison", max_attempts=2, retry=SOON)
+async def poison(tag: str, kind: str) -> Any:
+    """Results and exceptions that no database can store."""
+    match kind:
+        case "nul":
+            raise ValueError("a NUL \x00 and a surrogate \ud800 in an exception")
+        case "unspeakable":
+            raise Unspeakable
+        case "nan":
+            return float("nan")
+        case "huge":
+            return "x" * 10_000_000
+        case "object":
+            return object()
+        case _:
+            return "\x00\ud800"
+
+
+# ── handlers that should never have been written ─────────────────────────────────────────────────
+
+
+@app.task(name="chaos.killer", max_attempts=2)
+async def killer(tag: str) -> None:
+    """Kills its worker."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(name="chaos.staller", max_attempts=3)
+async def staller(tag: str, seconds: float = 1.0) -> None:
+    """Keeps the event loop from turning."""
+    time.sleep(seconds)  # noqa: ASYNC251
+
+
+@app.task(name="chaos.deaf", max_attempts=3)
+async def deaf(tag: str, seconds: float = 0.5) -> None:
+    """Swallows every cancellation."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(left)
+
+
+@app.task(name="chaos.forker", max_attempts=3)
+def forker(tag: str) -> None:
+    """Forks, and its child ends in its own way."""
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    os.waitpid(child, 0)
+
+
+if find_spec("pebble") is not None:
+
+    @app.task(name="chaos.segfault", max_attempts=2, retry=SOON, run_in="process")
+    def segfault(tag: str) -> None:
+        """Crashes its process."""
+        ctypes.string_at(0)
+
+    @app.task(
+        name="chaos.glutton", max_attempts=2, retry=SOON, run_in="process",
+        memory_limit=512 * 1024 * 1024,
+    )  # fmt: skip
+    def glutton(tag: str) -> None:
+        """Takes all the memory that it gets, and is stopped at its limit."""
+        hoard = []
+        while True:
+            hoard.append(bytearray(64 * 1024 * 1024))
+
+    @app.task(name="chaos.process", max_attempts=5, run_in="process")
+    def process(tag: str, seconds: float = 0.02) -> None:
+        """In a process of its own."""
+        time.sleep(seconds)

@@ -1,0 +1,228 @@
+"""What the ledger says, put in order: enqueues, and of every job its leases, one after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from howdah.chaos.ledger import Line
+
+
+class Row(NamedTuple):
+    """A job as the database has it after the run."""
+
+    id: str
+    seq: int
+    status: str
+    job_type: str
+    queue: str
+    priority: int
+    attempts: int
+    max_attempts: int
+    claims: int
+    lease_id: str | None
+    ordering_key: str | None
+    tag: str | None
+    last_error: str | None
+
+
+@dataclass(slots=True)
+class Database:
+    """What the checker reads there: every job, every error event as (job, attempt), and of every job how
+    many rows its handler wrote together with its completion."""
+
+    rows: Sequence[Row]
+    errors: Sequence[tuple[str, int]] = ()
+    effects: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Enqueue:
+    """One call of a producer. What it came to: acknowledged, unknown, refused or rolled-back."""
+
+    invoked: Line
+    answer: Line | None = None
+
+    @property
+    def outcome(self) -> str:
+        # A producer that was killed in the middle heard no answer either.
+        return "unknown" if self.answer is None else self.answer.kind.removeprefix("enqueue-")
+
+    @property
+    def ids(self) -> list[str]:
+        return [] if self.answer is None else self.answer.get("ids", [])
+
+    def jobs(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The id and the description of each job that was answered with one."""
+        yield from zip(self.ids, self.invoked["jobs"], strict=False)
+
+
+@dataclass(slots=True)
+class Lease:
+    """One claim of one job."""
+
+    job: str
+    fence: str
+    claim: Line | None = None
+    announced: Line | None = None
+    starts: list[Line] = field(default_factory=list)
+    effects: list[Line] = field(default_factory=list)
+    beats: list[Line] = field(default_factory=list)
+    invoked: list[Line] = field(default_factory=list)
+    accepted: list[Line] = field(default_factory=list)
+    refused: list[Line] = field(default_factory=list)
+    unknown: list[Line] = field(default_factory=list)
+
+    @property
+    def began(self) -> float:
+        """When its claim was first known to have happened."""
+        return self.first.t
+
+    @property
+    def first(self) -> Line:
+        """The line that first names it."""
+        lines = [self.claim] if self.claim else []
+        lines += [*self.starts[:1], *self.invoked[:1], *self.beats[:1], *self.accepted[:1]]
+        return min((line for line in lines if line), key=lambda line: line.t)
+
+    @property
+    def worker(self) -> int:
+        """The process that claimed it."""
+        return (self.claim or self.first).pid
+
+    def ended(self) -> float | None:
+        """When its worker first tried to part with it, or was told that it was no longer its own."""
+        times = [line.t for line in (*self.invoked, *self.accepted, *self.refused)]
+        return min(times, default=None)
+
+
+@dataclass(slots=True)
+class Window:
+    """A fault, from its begin to its end."""
+
+    name: str
+    scope: str
+    begin: Line
+    end: Line | None = None
+
+    @property
+    def target(self) -> int | None:
+        found: int | None = self.begin.get("target")
+        return found
+
+    def until(self) -> float:
+        """When it ended; one that nobody ended lasts."""
+        return float("inf") if self.end is None else self.end.t
+
+
+class History:
+    """The ledger, indexed."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self.enqueues: dict[str, Enqueue] = {}
+        self.jobs: dict[str, list[Lease]] = defaultdict(list)
+        self.windows: dict[int, Window] = {}
+        self.ready: dict[int, Line] = {}
+        self.exits: dict[int, Line] = {}
+        self.troubles: dict[int, list[Line]] = defaultdict(list)
+        self.overdue: list[Line] = []
+        self.samples: list[Line] = []
+        self.notes: list[Line] = []
+        self._leases: dict[tuple[str, str], Lease] = {}
+        for line in lines:
+            self._take(line)
+        for leases in self.jobs.values():
+            leases.sort(key=lambda lease: lease.began)
+
+    def _take(self, line: Line) -> None:
+        match line.kind:
+            case "enqueue-invoked":
+                self.enqueues[line["call"]] = Enqueue(line)
+            case kind if kind.startswith("enqueue-"):
+                self.enqueues[line["call"]].answer = line
+            case "fault":
+                if line["phase"] == "begin":
+                    window = Window(line["name"], line["scope"], line)
+                    self.windows[line["fault"]] = window
+                else:
+                    self.windows[line["fault"]].end = line
+            case "ready":
+                if line["role"] != "producer":
+                    self.ready[line["child"]] = line
+            case "exit":
+                self.exits[line["child"]] = line
+            case "trouble" | "well":
+                self.troubles[line.pid].append(line)
+            case "overdue":
+                self.overdue.append(line)
+            case "sample":
+                self.samples.append(line)
+            case "note":
+                self.notes.append(line)
+            case _:
+                self._take_lease(line)
+
+    def _take_lease(self, line: Line) -> None:
+        lease = self._lease(line["job"], line["fence"])
+        match line.kind:
+            case "claim":
+                lease.claim = line
+            case "announce":
+                lease.announced = line
+            case "start":
+                lease.starts.append(line)
+            case "effect":
+                lease.effects.append(line)
+            case "beat":
+                lease.beats.append(line)
+            case "ack-invoked":
+                lease.invoked.append(line)
+            case "ack-accepted":
+                lease.accepted.append(line)
+            case "ack-refused":
+                lease.refused.append(line)
+            case "ack-unknown":
+                lease.unknown.append(line)
+
+    def _lease(self, job: str, fence: str) -> Lease:
+        lease = self._leases.get((job, fence))
+        if lease is None:
+            lease = self._leases[job, fence] = Lease(job, fence)
+            self.jobs[job].append(lease)
+        return lease
+
+    def acknowledged(self) -> Iterator[tuple[str, dict[str, Any], Enqueue]]:
+        """Every job that a producer was told is there: id, description, call."""
+        for enqueue in self.enqueues.values():
+            if enqueue.outcome == "acknowledged":
+                for job, described in enqueue.jobs():
+                    yield job, described, enqueue
+
+    def common_windows(self) -> list[Window]:
+        """Faults that hit everybody: of the server and of all connections."""
+        return [w for w in self.windows.values() if w.scope in ("connection", "server")]
+
+    def worker_windows(self) -> list[Window]:
+        """Faults of single processes."""
+        return [w for w in self.windows.values() if w.scope == "worker"]
+
+    def in_flight(self, worker: int, at: float) -> list[Lease]:
+        """What a worker had claimed then and not yet parted with."""
+        return [
+            lease
+            for lease in self.by_worker().get(worker, ())
+            if lease.began <= at and ((end := lease.ended()) is None or end > at)
+        ]
+
+    def by_worker(self) -> dict[int, list[Lease]]:
+        """The leases of each process."""
+        if not hasattr(self, "_by_worker"):
+            found: dict[int, list[Lease]] = defaultdict(list)
+            for lease in self._leases.values():
+                found[lease.worker].append(lease)
+            self._by_worker = found
+        return self._by_worker

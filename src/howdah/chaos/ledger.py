@@ -1,0 +1,98 @@
+"""The ledger: what producers, workers and the fault driver saw, one JSON object a line, in one file that all
+of them append to. Each line is one `write` on a descriptor opened with O_APPEND, so lines of processes that
+are killed are there whole or not at all. Times are CLOCK_MONOTONIC, which processes of one host share.
+
+Kinds of lines and what they carry besides `t`, `pid` and `kind`:
+
+    enqueue-invoked       call, jobs: [{tag, type, queue, priority, key, n, delay, max_attempts, unique}, …]
+    enqueue-acknowledged  call, ids     the database has them, in the order of the jobs
+    enqueue-unknown       call          nobody heard whether it has
+    enqueue-refused       call          an error before anything was written
+    enqueue-rolled-back   call, ids     written, and undone by the caller's own ROLLBACK
+    claim                 job, fence, attempt, most, claims, type, queue, asked (when the claim was sent)
+    announce              job, fence    the worker told the database that it starts the job
+    start, effect         job, fence, attempt   the handler began; it did what it is for
+    beat                  job, fence, asked     the database extended the lease
+    ack-invoked           job, fence, what, final   complete, fail, release or stop is being sent
+    ack-accepted, ack-refused, ack-unknown          job, fence, what, final, asked
+    trouble               asked         a worker's statement failed, as the database could not be reached
+    well                  asked, function   one was answered, late or after trouble
+    fault                 fault, name, phase ("begin" or "end"), scope ("worker", "connection", "server"),
+                          target (a process id), …
+    ready, exit           child, role, code     a worker said that it works; a process ended
+    overdue               job, fence, seconds   a lease ran out so long ago and nobody took the job back
+    note                  text          anything else worth knowing
+    sample                pending, due, claimed, finished
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FILE = "ledger.jsonl"
+LEDGER_VARIABLE = "HOWDAH_CHAOS_LEDGER"
+
+_encoder = msgspec.json.Encoder()
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One line: its number in the file, when, by whom, of what kind, and the rest."""
+
+    number: int
+    t: float
+    pid: int
+    kind: str
+    fields: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, if the line has it."""
+        return self.fields.get(name, default)
+
+
+class Ledger:
+    """The file, for writing. Safe to share among threads, and to be inherited by a fork."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = str(path)
+        self._file = os.open(
+            self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+
+    def write(self, kind: str, fields: Mapping[str, Any] | None = None, /, **more: Any) -> float:
+        """Append a line; gives its time."""
+        now = time.monotonic()
+        line = {"t": now, "pid": os.getpid(), "kind": kind, **(fields or {}), **more}
+        os.write(self._file, _encoder.encode(line) + b"\n")
+        return now
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def from_environment() -> Ledger | None:
+    """The ledger that a child process was told to write."""
+    path = os.environ.get(LEDGER_VARIABLE)
+    return None if path is None else Ledger(path)
+
+
+def read(path: Path | str) -> list[Line]:
+    """Every line, in the order of the file. A line that is not whole is an error: nobody may write one."""
+    lines = []
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, 1):
+            fields = msgspec.json.decode(text)
+            head = fields.pop("t"), fields.pop("pid"), fields.pop("kind")
+            lines.append(Line(number, *head, fields))
+    return lines

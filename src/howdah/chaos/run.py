@@ -1,0 +1,391 @@
+"""One run: set up a schema, start workers and producers, let scenarios strike, wait until every job has ended,
+and check."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from howdah.chaos import ledger as ledgers
+from howdah.chaos.checker import Checker, Finding
+from howdah.chaos.crew import EFFECTS, ChaosError, Crew
+from howdah.chaos.history import Database, History, Row
+from howdah.chaos.producer import PRIORITIES
+from howdah.chaos.scenario import Fault, Scenario, Stage
+from howdah.chaos.scenarios import Mixed
+from howdah.queue import JobQueue
+from howdah.statements import quote_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from howdah.chaos.scenario import Place
+
+SAMPLE = 0.5
+CONCURRENCY = 16
+GRACE = 5.0
+OVERDUE = 5.0
+LANES = ("chaos.quick", "chaos.nap", "chaos.thread")
+_SAMPLES = """
+    SELECT (SELECT count(*) FROM {s}.live_jobs WHERE status = 'pending'),
+           (SELECT count(*) FROM {s}.live_jobs
+            WHERE status = 'pending' AND blockers = 0 AND run_at < clock_timestamp()),
+           (SELECT count(*) FROM {s}.live_jobs WHERE status = 'claimed'),
+           (SELECT count(*) FROM {s}.finished_jobs)
+"""
+_OVERDUE = """
+    SELECT id::text, lease_id::text, extract(epoch FROM clock_timestamp() - lease_expires_at)::float8
+    FROM {s}.live_jobs
+    WHERE status = 'claimed' AND lease_expires_at < clock_timestamp() - make_interval(secs => %s)
+"""
+_ROWS = """
+    SELECT id::text, seq, status, job_type, queue, priority, attempts, max_attempts, claims,
+           lease_id::text, ordering_key, data ->> 'tag', last_error
+    FROM {s}.jobs
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much, and for how long."""
+
+    seconds: float = 20.0
+    rate: float = 150.0
+    """Jobs a second, of all producers together."""
+    producers: int = 2
+    workers: int | None = None
+    """None: as many as the scenario asks for."""
+    lease: float = 2.0
+    misfits: bool = False
+    """With handlers that kill their worker, stall it, fork, crash and eat up memory."""
+    processes: bool = False
+    """With tasks that run in processes."""
+    backlog: int = 1000
+    patience: float = 60.0
+    """Seconds that the last job may take to end after the load has."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came of a run."""
+
+    scenario: str
+    seed: int
+    seconds: float
+    findings: list[Finding]
+    acknowledged: int
+    """Jobs whose enqueue was acknowledged."""
+    statuses: dict[str, int]
+    executions: int
+    hits: dict[str, int]
+    """Faults that hit somebody with a job in hand, by name."""
+    planned: dict[str, int]
+    recoveries: dict[str, list[float]]
+    """Seconds until what was in flight was claimed again, or work resumed, by the fault's name."""
+    notes: list[str] = field(default_factory=list)
+    """What a scenario itself found wrong."""
+    excused: list[Finding] = field(default_factory=list)
+    """What the fault was bound to bring about: the loss, by id, where an asynchronous standby took over."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings and not self.notes
+
+    def broken(self) -> dict[str, int]:
+        """How many findings there are of each promise."""
+        return {
+            promise: sum(finding.promise == promise for finding in self.findings)
+            for promise in sorted({finding.promise for finding in self.findings})
+        }
+
+
+class Run:
+    """A scenario on a place, with a seed."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        place: Place,
+        directory: Path,
+        seed: int,
+        load: Load,
+        *,
+        show: Callable[[str, dict[str, Any]], None] = lambda what, facts: None,
+        tell: Callable[[str], None] = lambda text: None,
+        sabotage: Callable[[psycopg.Connection[Any], str], None] | None = None,
+        crew: dict[str, Any] | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.place = place
+        self.directory = directory
+        self.seed = seed
+        self.load = load = replace(load, seconds=max(load.seconds, scenario.least))
+        self.ledger = ledgers.Ledger(directory / ledgers.FILE)
+        self._show = show
+        self._tell = tell
+        self._sabotage = sabotage
+        self._crew = {"environment": scenario.environment, **(crew or {})}
+        self._schema = quote_schema(place.schema)
+        self._failure: BaseException | None = None
+        self._facts: dict[str, Any] = {}
+        parts = scenario.parts if isinstance(scenario, Mixed) else [scenario]
+        self.schedules: list[tuple[Scenario, Sequence[Fault]]] = [
+            (part, part.schedule(Random(f"{part.name} {seed}"), load.seconds))  # noqa: S311
+            for part in parts
+        ]
+
+    # ── the run ───────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> Verdict:
+        """All of it; leaves no process behind, however it ends."""
+        for part, schedule in self.schedules:
+            self._tell(f"{part.name}: {'; '.join(str(fault).strip() for fault in schedule)}")
+        self._prepare()
+        crew = Crew(
+            self.place, self.directory, self.ledger, lease=self.load.lease,
+            worker_options=["--concurrency", str(CONCURRENCY), "--grace", str(GRACE)], **self._crew,
+        )  # fmt: skip
+        stage = Stage(
+            self.place, self.directory, Random(self.seed), self.ledger, crew, self.load.lease  # noqa: S311
+        )  # fmt: skip
+        try:
+            crew.man(self.load.workers or self.scenario.workers)
+            self._produce(crew)
+            drained = self._strike(stage)
+            crew.dismiss("worker")
+        finally:
+            stage.stopping.set()
+            crew.close()
+            self.ledger.close()
+        if self._failure is not None:
+            raise self._failure
+        return self._judge(stage, drained=drained)
+
+    def _prepare(self) -> None:
+        with contextlib.closing(JobQueue(self.place.checker, schema=self.place.schema)) as queue:
+            queue.pending()  # makes the schema
+        with self._connect() as conn:
+            conn.execute(
+                f"CREATE TABLE IF NOT EXISTS {self._schema}.{EFFECTS} (job_id uuid, tag text)".encode()
+            )
+            # A lane that is being made hides its first job for a moment, which is not the order meant.
+            conn.execute(
+                f"SELECT {self._schema}.add_lane('default', t, p) "
+                "FROM unnest(%s::text[]) AS t, unnest(%s::int[]) AS p".encode(),
+                (list(LANES), list(PRIORITIES)),
+            )
+            if self._sabotage is not None:
+                self._sabotage(conn, self._schema)
+
+    def _produce(self, crew: Crew) -> None:
+        each = self.load.rate / self.load.producers
+        options = ["--misfits"] if self.load.misfits else []
+        options += ["--processes"] if self.load.processes else []
+        crew.produce(
+            self.load.producers, "--seed", str(self.seed), "--rate", str(each),
+            "--backlog", str(self.load.backlog), *options,
+        )  # fmt: skip
+
+    def _strike(self, stage: Stage) -> bool:
+        """Let the scenarios strike, then wait for every job to end; whether all did."""
+        began = time.monotonic()
+        threads = [
+            threading.Thread(target=self._follow, args=(stage, part, schedule, began), daemon=True)
+            for part, schedule in self.schedules
+        ]
+        looking = threading.Thread(target=self._look, args=(stage,), daemon=True)
+        for thread in (*threads, looking):
+            thread.start()
+        while time.monotonic() < began + self.load.seconds and self._failure is None:
+            time.sleep(0.1)
+        # A fault that is under way, such as a worker that is yet to reach its fault point, needs work.
+        for thread in threads:
+            thread.join(60)
+        stage.crew.dismiss("producer")
+        drained = self._failure is None and self._drain()
+        stage.stopping.set()
+        looking.join(10)
+        return drained
+
+    def _follow(
+        self, stage: Stage, scenario: Scenario, schedule: Sequence[Fault], began: float
+    ) -> None:
+        try:
+            for fault in schedule:
+                if stage.sleep(began + fault.at - time.monotonic()):
+                    return
+                # One that comes too late, as those before it took their time, is left out.
+                if time.monotonic() > began + self.load.seconds:
+                    return
+                self._show("fault", {"fault": str(fault)})
+                scenario.strike(stage, fault)
+        except BaseException as error:
+            self._failure = self._failure or error
+
+    def _drain(self) -> bool:
+        give_up = time.monotonic() + self.load.patience
+        while time.monotonic() < give_up and self._failure is None:
+            with contextlib.suppress(psycopg.Error), self._connect() as conn:
+                row = conn.execute(
+                    f"SELECT count(*) FROM {self._schema}.live_jobs".encode()
+                ).fetchone()
+                if row == (0,):
+                    return True
+            time.sleep(0.2)
+        return False
+
+    def _look(self, stage: Stage) -> None:
+        """Sample the queue, and note leases that nobody takes back."""
+        conn: psycopg.Connection[Any] | None = None
+        while not stage.sleep(SAMPLE):
+            try:
+                if conn is None or conn.closed:
+                    conn = self._connect()
+                row = conn.execute(_SAMPLES.format(s=self._schema).encode()).fetchone()
+                for job, fence, seconds in conn.execute(
+                    _OVERDUE.format(s=self._schema).encode(), (OVERDUE,)
+                ).fetchall():
+                    self.ledger.write("overdue", job=job, fence=fence, seconds=seconds)
+            except psycopg.Error:
+                if conn is not None:
+                    conn.close()
+                continue
+            if row is not None:
+                names = ("pending", "due", "claimed", "finished")
+                self._facts = dict(zip(names, row, strict=True))
+                self.ledger.write("sample", self._facts)
+                self._show("sample", self._facts | {"exits": dict(stage.crew.exits)})
+        if conn is not None:
+            conn.close()
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(
+            self.place.checker, autocommit=True, connect_timeout=5, prepare_threshold=None,
+            options="-c statement_timeout=5s" if "options" not in self.place.checker else None,
+        )  # fmt: skip
+
+    # ── judging ───────────────────────────────────────────────────────────────────────────────────
+
+    def _judge(self, stage: Stage, *, drained: bool) -> Verdict:
+        history = History(ledgers.read(self.ledger.path))
+        database = read_database(self.place)
+        findings = Checker(history, database, lease=self.load.lease).check()
+        excused = set(self.scenario.excused(stage, findings))
+        findings = [finding for finding in findings if finding not in excused]
+        notes = self.scenario.findings(stage)
+        if not drained:
+            notes.append("some jobs had not ended when the run's patience was over")
+        acknowledged = len({job for job, _, _ in history.acknowledged()})
+        if not acknowledged:
+            notes.append("no job was ever acknowledged: nothing was shown")
+        statuses: dict[str, int] = {}
+        for row in database.rows:
+            statuses[row.status] = statuses.get(row.status, 0) + 1
+        planned: dict[str, int] = {}
+        for _, schedule in self.schedules:
+            for fault in schedule:
+                planned[fault.name] = planned.get(fault.name, 0) + 1
+        return Verdict(
+            scenario=self.scenario.name,
+            seed=self.seed,
+            seconds=self.load.seconds,
+            findings=findings,
+            acknowledged=acknowledged,
+            statuses=statuses,
+            executions=sum(bool(x.starts) for leases in history.jobs.values() for x in leases),
+            hits=count_hits(history, self.load.lease),
+            planned=planned,
+            recoveries=recovery_times(history),
+            notes=notes,
+            excused=sorted(excused, key=str),
+        )
+
+
+def perform(
+    scenario: Scenario, common: Place, directory: Path, seed: int, load: Load, **more: Any
+) -> Verdict:
+    """Run a scenario where it wants to be run."""
+    with scenario.place(common, directory) as place:
+        return Run(scenario, place, directory, seed, load, **more).run()
+
+
+def read_database(place: Place) -> Database:
+    """What the checker needs of the database."""
+    schema = quote_schema(place.schema)
+    with psycopg.connect(place.checker, autocommit=True, connect_timeout=10) as conn:
+        rows = [Row(*row) for row in conn.execute(_ROWS.format(s=schema).encode())]
+        errors = conn.execute(
+            f"SELECT job_id::text, attempt FROM {schema}.job_events WHERE kind = 'error'".encode()
+        ).fetchall()
+        effects = conn.execute(
+            f"SELECT job_id::text, count(*)::int FROM {schema}.{EFFECTS} GROUP BY 1".encode()
+        ).fetchall()
+    return Database(rows, [(job, attempt) for job, attempt in errors], dict(effects))
+
+
+def count_hits(history: History, lease: float) -> dict[str, int]:
+    """Faults that found a job in the middle, by name; a process is only counted as killed if it died so."""
+    hits: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        hits[name] = hits.get(name, 0) + 1
+
+    everyone = history.by_worker()
+    for window in history.windows.values():
+        at, target = window.begin.t, window.target
+        if target is None:
+            if any(history.in_flight(worker, at) for worker in everyone):
+                count(window.name)
+            continue
+        died = history.exits.get(target)
+        if window.name.startswith("kill"):
+            if died is None or died["code"] != -9:
+                continue
+            # One that waits for its fault point is hit when it dies.
+            at = died.t if window.begin.get("point") else at
+        if window.scope == "producer":
+            calls = history.enqueues.values()
+            if any(call.invoked.pid == target and call.answer is None for call in calls):
+                count(window.name)
+            continue
+        if window.name.startswith("pause") and window.until() - at <= lease:
+            continue
+        if history.in_flight(target, at):
+            count(window.name)
+    handled = {window.target for window in history.windows.values()}
+    for worker, line in history.exits.items():
+        if line["role"] != "producer" and line["code"] == -9 and worker not in handled:
+            count("killed by its own job")
+    return hits
+
+
+def recovery_times(history: History) -> dict[str, list[float]]:
+    """How long it took, by the fault's name: until each job that a dead or paused worker had was claimed
+    again, and until work resumed after a fault that hit everybody."""
+    times: dict[str, list[float]] = {}
+    accepted = sorted(
+        line.t for leases in history.jobs.values() for lease in leases for line in lease.accepted
+    )
+    for window in history.windows.values():
+        found = times.setdefault(window.name, [])
+        if window.target is None:
+            if window.end is not None:
+                after = next((t for t in accepted if t > window.end.t), None)
+                found += [] if after is None else [after - window.end.t]
+            continue
+        died = history.exits.get(window.target)
+        at = died.t if died is not None and window.begin.get("point") else window.begin.t
+        for lease in history.in_flight(window.target, at):
+            later = [x.began for x in history.jobs[lease.job] if x.began > at]
+            found += [min(later) - at] if later else []
+    return {name: sorted(seconds) for name, seconds in times.items() if seconds}
+
+
+__all__ = ["ChaosError", "Load", "Run", "Verdict", "perform"]

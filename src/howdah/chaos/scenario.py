@@ -1,0 +1,137 @@
+"""What a scenario is: a schedule of faults that a seed decides, and how each is made to happen.
+
+    class KillWorkers(Scenario):
+        name = "kill workers"
+        about = "kill -9 of workers at random"
+
+        def schedule(self, random, seconds):
+            return [Fault(at, "kill worker", {"worker": random.randrange(100)}) for at in …]
+
+        def strike(self, stage, fault):
+            worker = stage.crew.pick(fault.detail["worker"])
+            with stage.fault(fault.name, scope="worker", target=worker.pid):
+                worker.kill()
+
+The schedule is made before anything happens and printed: equal seeds give equal schedules. What really hit
+is decided later, from exit codes and the ledger, not from the schedule. A scenario that needs servers of its
+own, a proxy or a pooler sets them up in `place`. Faults of one scenario strike one after the other, in a
+thread of the scenario's own, so `strike` may wait; scenarios may run side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from random import Random
+
+    from howdah.chaos.checker import Finding
+    from howdah.chaos.crew import Crew
+    from howdah.chaos.ledger import Ledger
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One planned fault: so many seconds after the scenario began, what, and its particulars."""
+
+    at: float
+    name: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        detail = ", ".join(f"{key} {value}" for key, value in self.detail.items())
+        return f"{self.at:6.1f} s  {self.name}" + (f" ({detail})" if detail else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run happens."""
+
+    database: str
+    """The URL that workers and producers use; a proxy or a pooler may stand behind it."""
+    checker: str
+    """A URL straight to the server, for the checker and for looking."""
+    schema: str = "howdah"
+
+
+@dataclass(slots=True)
+class Stage:
+    """What a scenario is given."""
+
+    place: Place
+    directory: Path
+    """The run's own directory: the ledger and the logs are in it."""
+    random: Random
+    ledger: Ledger
+    crew: Crew
+    """The running workers and producers."""
+    lease: float
+    """Seconds that the workers' leases last."""
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def sleep(self, seconds: float) -> bool:
+        """Wait, unless the run ends before that; whether it did."""
+        return self.stopping.wait(seconds)
+
+    @contextlib.contextmanager
+    def fault(self, name: str, *, scope: str, **fields: Any) -> Iterator[None]:
+        """A fault while the block lasts, in the ledger. `scope` is "worker" for one process, named by
+        `target=pid`; "connection" where everybody's connections break and the server stays; "server"
+        where the server itself is gone, stalled or another one."""
+        number = next(_numbers)
+        self.ledger.write("fault", fields, fault=number, name=name, scope=scope, phase="begin")
+        try:
+            yield
+        finally:
+            self.ledger.write("fault", fields, fault=number, name=name, scope=scope, phase="end")
+
+
+class Scenario:
+    """A kind of fault, or several. Subclasses say which and when."""
+
+    name: str
+    about: str = ""
+    workers: int = 3
+    """How many workers there should be."""
+    least: float = 0.0
+    """Seconds of load below which it cannot show what it is for."""
+    environment: Mapping[str, str] = {}
+    """Variables for the workers' and producers' environment."""
+
+    @contextlib.contextmanager
+    def place(self, common: Place, directory: Path) -> Iterator[Place]:
+        """Where it happens: on the run's common server, unless the scenario sets up another one.
+        The schema is made by the run."""
+        yield common
+
+    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
+        """What happens when. Nothing but `random` may decide it."""
+        return []
+
+    def strike(self, stage: Stage, fault: Fault) -> None:
+        """Make one fault happen, and end."""
+        raise NotImplementedError(f"{self.name} plans faults and does not know how to strike")
+
+    def findings(self, stage: Stage) -> list[str]:
+        """What is wrong that the common checker cannot know, as sentences. Called after the run."""
+        return []
+
+    def excused(self, stage: Stage, findings: Sequence[Finding]) -> Sequence[Finding]:
+        """Those of the checker's findings that the fault was bound to bring about, and proof of it is at
+        hand: where a server was lost with what only it knew."""
+        return []
+
+
+def regularly(random: Random, seconds: float, every: float, first: float = 1.0) -> Iterator[float]:
+    """Times for faults: about `every` seconds apart, the last one early enough to be recovered from."""
+    at = first
+    while at < seconds:
+        yield round(at, 2)
+        at += every * random.uniform(0.7, 1.3)

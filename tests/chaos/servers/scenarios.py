@@ -1,0 +1,42 @@
+"""The scenarios that need servers of their own or programs besides PostgreSQL, as far as those are there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import clock
+import pooler
+import small_disk
+from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
+from server_scenarios import (
+    DiskFull,
+    FailOver,
+    FailOverByName,
+    FailOverWithLoss,
+    Neighbours,
+    Pooled,
+    WalFull,
+)
+
+if TYPE_CHECKING:
+    from howdah.chaos.scenario import Scenario
+
+SCENARIOS: list[Scenario] = [
+    FailOver(), FailOverByName(), FailOverWithLoss(), Neighbours(), CutCommits(), RollingUpgrade(),
+    Stalls(),
+]  # fmt: skip
+MISSING: list[str] = []
+"""What is left out, and why."""
+
+if (reason := small_disk.why_not()) is None:
+    SCENARIOS += [DiskFull(), WalFull()]
+else:
+    MISSING.append(reason)
+if pooler.PROGRAM is not None:
+    SCENARIOS += [Pooled()]
+else:
+    MISSING.append(pooler.MISSING)
+if clock.library() is not None:
+    SCENARIOS += [WrongClocks(clock.HOUR), WrongClocks(-clock.HOUR)]
+else:
+    MISSING.append(clock.MISSING)

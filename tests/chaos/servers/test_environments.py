@@ -1,0 +1,210 @@
+"""The environments themselves: that each does what it says, or the tests that use them prove nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import clock
+import disturbances
+import pooler
+import psycopg
+import pytest
+import small_disk
+from builds import newer_build, older_build, pointing_to
+from gate import Gate
+from machines import come_up, machine, workspace
+from replicas import replicas
+
+from children import until
+from howdah import JobQueue, sql
+
+if TYPE_CHECKING:
+    from howdah.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.slow
+
+
+# ── a primary and a standby ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["the gate", "both hosts"])
+async def test_a_standby_that_is_promoted_has_what_was_committed_synchronously(how: str) -> None:
+    with workspace("pair") as directory, replicas(directory, synchronous=True) as pair:
+        url = pair.url if how == "the gate" else pair.urls
+        conn = await asyncpg.connect(url)
+        await conn.execute("CREATE TABLE written (n int)")
+        await conn.execute("INSERT INTO written VALUES (1)")
+        await conn.close()
+        pair.fail_over()
+        with psycopg.connect(url, autocommit=True) as after:
+            assert after.execute("SELECT n FROM written").fetchall() == [(1,)]
+            after.execute("INSERT INTO written VALUES (2)")
+            assert after.info.backend_pid
+        conn = await asyncpg.connect(url)
+        assert await conn.fetchval("SELECT count(*) FROM written") == 2
+        await conn.close()
+
+
+def test_a_standby_that_followed_late_lacks_what_was_committed_meanwhile() -> None:
+    with workspace("pair") as directory, replicas(directory, synchronous=False) as pair:
+        with psycopg.connect(pair.url, autocommit=True) as conn:
+            conn.execute("CREATE TABLE written (n int)")
+            conn.execute("INSERT INTO written VALUES (1)")
+            pair.wait_until_caught_up()
+            pair.pause_replication()
+            conn.execute("INSERT INTO written VALUES (2)")
+        pair.fail_over()
+        with psycopg.connect(pair.url, autocommit=True) as conn:
+            assert conn.execute("SELECT n FROM written").fetchall() == [(1,)]
+
+
+# ── a full disk ───────────────────────────────────────────────────────────────────────────────────
+
+WRITE = "INSERT INTO written SELECT n, repeat('x', 2000) FROM generate_series(1, 5000) AS n"
+
+
+def _write_on_and_on(conn: psycopg.Connection[Any]) -> None:
+    while True:
+        conn.execute(WRITE)
+
+
+@pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.why_not()))
+def test_full_data_are_an_error_of_the_statement_and_room_mends_it() -> None:
+    with (
+        workspace("disk") as directory,
+        small_disk.cramped(directory, "data") as (server, disk),
+        psycopg.connect(server.url, autocommit=True) as conn,
+    ):
+        conn.execute("CREATE TABLE written (n int, filler text)")
+        assert disk.fill() > 0
+        with pytest.raises(psycopg.errors.DiskFull):
+            conn.execute(WRITE)
+        disk.free()
+        conn.execute(WRITE)
+        assert conn.execute("SELECT count(*) FROM written").fetchone() == (5000,)
+
+
+@pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.why_not()))
+def test_a_full_wal_ends_the_server_which_comes_up_when_there_is_room() -> None:
+    with workspace("disk") as directory, small_disk.cramped(directory, "wal") as (server, disk):
+        with psycopg.connect(server.url, autocommit=True) as conn:
+            conn.execute("CREATE TABLE written (n int, filler text)")
+            conn.execute("INSERT INTO written VALUES (0)")
+            disk.fill()
+            with pytest.raises(psycopg.OperationalError):
+                _write_on_and_on(conn)
+        disk.free()
+        come_up(server)
+        with psycopg.connect(server.url, autocommit=True) as conn:
+            assert conn.execute("SELECT count(*) FROM written WHERE n = 0").fetchone() == (1,)
+
+
+# ── the others ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.skipif(pooler.PROGRAM is None, reason=pooler.MISSING)
+def test_a_pooler_keeps_its_port_when_it_is_killed_and_started_again(
+    database: str,
+) -> None:
+    with workspace("pooler") as directory, pooler.pooler(directory, database) as one:
+        for end in (one.stop, one.kill):
+            with psycopg.connect(one.url, autocommit=True, prepare_threshold=None) as conn:
+                conn.execute("SELECT 1")
+                end()
+                with pytest.raises(psycopg.OperationalError):
+                    conn.execute("SELECT 1")
+            one.start()
+        with psycopg.connect(one.url, autocommit=True, prepare_threshold=None) as conn:
+            conn.execute("SELECT 1")
+
+
+@pytest.mark.skipif(clock.library() is None, reason=clock.MISSING)
+@pytest.mark.parametrize("seconds", [clock.HOUR, -clock.HOUR])
+def test_a_clock_that_is_off_is_off_in_that_process_and_its_monotonic_clock_is_not(
+    seconds: int,
+) -> None:
+    program = "import time; time.sleep(0.01); print(time.time(), time.monotonic())"
+    before = time.time(), time.monotonic()
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | clock.off_by(seconds),
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.split()
+    after = time.time(), time.monotonic()
+    assert before[0] + seconds - 1 <= float(said[0]) <= after[0] + seconds + 1
+    assert before[1] <= float(said[1]) <= after[1]
+
+
+def test_a_lock_for_ddl_keeps_everybody_waiting_until_it_is_given_back(database: str) -> None:
+    with disturbances.ddl_lock(database) as pid:
+        asking = subprocess.Popen(
+            [sys.executable, "-c", f"import howdah; howdah.JobQueue({database!r}).counts()"]
+        )
+        until(lambda: disturbances.waiting_for(database, pid), "somebody waits")
+    assert asking.wait(60) == 0
+
+
+def test_a_held_transaction_is_idle_in_a_transaction_with_a_snapshot(database: str) -> None:
+    with (
+        disturbances.held_transaction(database) as pid,
+        psycopg.connect(database, autocommit=True) as conn,
+    ):
+        (row,) = conn.execute(
+            "SELECT state, backend_xid IS NOT NULL FROM pg_stat_activity WHERE pid = %s", [pid]
+        )
+        assert row == ("idle in transaction", True)
+
+
+def test_connections_run_out_and_come_back() -> None:
+    with workspace("limit") as directory, machine(directory / "pg", max_connections="20") as server:
+        with disturbances.no_connection_left(server.url) as taken:
+            assert taken > 15
+            with pytest.raises(psycopg.OperationalError, match="too many clients"):
+                psycopg.connect(server.url)
+        come_up(server)
+
+
+@pytest.mark.parametrize("concurrently", [False, True])
+def test_indexes_are_whole_after_they_were_built_anew(database: str, concurrently: bool) -> None:
+    JobQueue(database).enqueue("work")
+    disturbances.reindex(database, concurrently=concurrently)
+    assert disturbances.indexes_are_valid(database)
+
+
+def test_builds_of_other_versions_know_other_schemas(tmp_path: Path) -> None:
+    latest = sql.latest_version()
+    old = older_build(tmp_path / "old", latest - 1)
+    new = newer_build(tmp_path / "new", "SELECT 1;", oldest_code=1)
+    for home, version in ((old, latest - 1), (new, latest + 1)):
+        program = "import howdah.sql; print(howdah.sql.latest_version(), howdah.sql.__file__)"
+        said = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | pointing_to(home),
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout.split()
+        assert said == [str(version), str(home / "howdah" / "sql" / "__init__.py")]
+
+
+def test_a_gate_hangs_up_and_leads_elsewhere(server: EmbeddedServer, database: str) -> None:
+    gate = Gate(server.socket_directory / ".s.PGSQL.5432")
+    try:
+        with psycopg.connect(gate.url("howdah"), autocommit=True) as conn:
+            assert conn.execute("SELECT 1").fetchone() == (1,)
+            assert gate.hang_up() == 1
+            with pytest.raises(psycopg.OperationalError):
+                conn.execute("SELECT 1")
+        gate.lead_to(Path("/nowhere"))
+        with pytest.raises(psycopg.OperationalError):
+            psycopg.connect(gate.url("howdah"))
+    finally:
+        gate.close()

@@ -1,0 +1,254 @@
+"""What the checker decides, on histories of a few lines: each finding, and the innocent case next to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from howdah.chaos.checker import Checker, Finding
+from howdah.chaos.history import Database, History, Row
+from howdah.chaos.ledger import Line
+
+LEASE = 2.0
+JOB = "job-1"
+
+
+class Story:
+    """A ledger that is written by hand: one job, unless others are named."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.rows: list[Row] = []
+        self.errors: list[tuple[str, int]] = []
+        self.effects: dict[str, int] = {}
+
+    def line(self, t: float, kind: str, pid: int = 10, **fields: Any) -> Story:
+        self.lines.append(Line(len(self.lines) + 1, t, pid, kind, fields))
+        return self
+
+    def enqueue(self, t: float, *jobs: str, outcome: str = "acknowledged", **more: Any) -> Story:
+        described = {"type": "chaos.quick", "queue": "default", "priority": 100, "key": None, "n": None,
+                     "delay": None, "max_attempts": 3, "unique": None, **more}  # fmt: skip
+        call = f"call-{len(self.lines)}"
+        self.line(t, "enqueue-invoked", 1, call=call, jobs=[described | {"tag": j} for j in jobs])
+        return self.line(t + 0.1, f"enqueue-{outcome}", 1, call=call, ids=list(jobs))
+
+    def claim(self, t: float, fence: str, pid: int = 10, job: str = JOB, **more: Any) -> Story:
+        fields = {"attempt": 1, "most": 3, "claims": 1, "type": "chaos.quick", "queue": "default"}
+        return self.line(t, "claim", pid, job=job, fence=fence, asked=t - 0.1, **fields | more)
+
+    def work(self, t: float, fence: str, pid: int = 10, job: str = JOB) -> Story:
+        self.line(t, "start", pid, job=job, fence=fence, attempt=1)
+        return self.line(t + 0.1, "effect", pid, job=job, fence=fence, attempt=1)
+
+    def ack(
+        self, t: float, fence: str, pid: int = 10, job: str = JOB,
+        what: str = "complete", final: bool = True, answer: str = "accepted",
+    ) -> Story:  # fmt: skip
+        about = {"job": job, "fence": fence, "what": what, "final": final}
+        self.line(t, "ack-invoked", pid, **about)
+        return self.line(t + 0.1, f"ack-{answer}", pid, asked=t, **about)
+
+    def row(
+        self, status: str = "completed", fence: str | None = "a", job: str = JOB, **more: Any
+    ) -> Story:
+        fields = {
+            "id": job, "seq": 1, "status": status, "job_type": "chaos.quick", "queue": "default",
+            "priority": 100, "attempts": 1, "max_attempts": 3, "claims": 1, "lease_id": fence,
+            "ordering_key": None, "tag": job, "last_error": None,
+        }  # fmt: skip
+        self.rows.append(Row(**fields | more))
+        return self
+
+    def findings(self) -> list[Finding]:
+        database = Database(self.rows, self.errors, self.effects)
+        return Checker(History(self.lines), database, lease=LEASE).check()
+
+    def broken(self) -> list[str]:
+        return sorted({finding.promise for finding in self.findings()})
+
+
+def plain() -> Story:
+    """A job that is enqueued, runs and is completed."""
+    return Story().enqueue(0, JOB).claim(1, "a").work(1.1, "a").ack(1.3, "a")
+
+
+def killed(story: Story, at: float, pid: int = 10) -> Story:
+    """A worker is killed."""
+    story.line(
+        at, "fault", 1, fault=at, name="kill worker", scope="worker", phase="begin", target=pid
+    )
+    story.line(at + 0.1, "exit", 1, child=pid, role="worker", code=-9)
+    return story.line(
+        at + 0.1, "fault", 1, fault=at, name="kill worker", scope="worker", phase="end", target=pid
+    )
+
+
+def test_a_job_that_simply_runs_breaks_nothing() -> None:
+    assert plain().row().findings() == []
+
+
+def test_a_finding_names_the_job_and_the_lines() -> None:
+    (finding,) = plain().findings()
+    assert (finding.promise, finding.job, finding.lines) == ("P1", JOB, (1, 2))
+    assert str(finding) == "P1 job-1: was acknowledged and is gone (ledger lines 1, 2)"
+
+
+def test_a_job_that_never_ends_is_lost_and_an_unknown_one_that_is_not_there_is_not() -> None:
+    assert Story().enqueue(0, JOB).row("pending", None).broken() == ["P1"]
+    assert Story().enqueue(0, JOB, outcome="unknown").broken() == []
+
+
+def test_two_accepted_ends() -> None:
+    story = killed(plain(), 2).claim(5, "b", 11, claims=2).work(5.1, "b", 11).ack(5.3, "b", 11)
+    assert story.row(fence="b", attempts=2).broken() == ["P2"]
+    again = plain().line(
+        1.5, "ack-accepted", 10, job=JOB, fence="a", what="complete", final=True, asked=1.3
+    )
+    assert again.row().broken() == []  # the same one, told again
+
+
+def test_a_job_that_is_claimed_after_its_end() -> None:
+    assert "P2" in plain().claim(9, "b", 11).row().broken()
+    assert plain().row().row().broken() == ["P2"]
+
+
+def test_an_attempt_that_failed_twice() -> None:
+    story = plain().row()
+    story.errors = [(JOB, 1), (JOB, 1)]
+    assert story.broken() == ["P2"]
+
+
+def test_two_live_leases() -> None:
+    story = Story().enqueue(0, JOB).claim(1, "a").claim(2, "b", 11, claims=2)
+    story.work(2.1, "b", 11).ack(2.3, "b", 11).row(fence="b")
+    assert story.broken() == ["P3"]
+    late = killed(Story().enqueue(0, JOB).claim(1, "a"), 1.1).claim(3.5, "b", 11, claims=2)
+    assert late.work(3.6, "b", 11).ack(3.8, "b", 11).row(fence="b").broken() == []
+
+
+def test_a_worker_that_hears_late_of_its_claim_is_not_taken_for_the_second() -> None:
+    story = Story().enqueue(0, JOB).claim(4, "b", 11, claims=2, attempt=2).work(4.1, "b", 11)
+    story.line(4.5, "claim", 10, job=JOB, fence="a", attempt=1, most=3, claims=1, type="chaos.quick",
+               queue="default", asked=1.0)  # fmt: skip
+    assert story.ack(5, "b", 11).row(fence="b", attempts=1).broken() == []
+
+
+def test_a_lease_that_was_extended_is_live_for_longer() -> None:
+    story = killed(Story().enqueue(0, JOB).claim(1, "a"), 4).claim(4.5, "b", 11, claims=2)
+    story.work(4.6, "b", 11).ack(4.8, "b", 11).row(fence="b", attempts=2)
+    beat = Line(99, 3.1, 10, "beat", {"job": JOB, "fence": "a", "asked": 3.0})
+    assert story.broken() == ["P8"]  # one began, and two attempts are gone
+    story.lines.append(beat)
+    assert story.broken() == ["P3"]
+
+
+@pytest.mark.parametrize(("asked", "broken"), [(5.2, ["P3"]), (4.9, [])])
+def test_a_stale_write(asked: float, broken: list[str]) -> None:
+    story = Story().enqueue(0, JOB).claim(1, "a").line(1.1, "start", job=JOB, fence="a", attempt=1)
+    pause = {"fault": 1, "name": "pause worker", "scope": "worker", "target": 10}
+    story.line(1.2, "fault", 1, phase="begin", **pause).line(4.8, "fault", 1, phase="end", **pause)
+    story.claim(5, "b", 11, claims=2, attempt=2).work(5.1, "b", 11)
+    story.ack(asked, "a", what="fail", final=False).ack(5.5, "b", 11)
+    assert story.row(fence="b", attempts=2).broken() == broken
+
+
+def test_attempts_over_the_cap() -> None:
+    assert "P4" in plain().row(attempts=4).broken()
+    assert "P4" in plain().claim(9, "b", attempt=4).row().broken()
+
+
+def test_an_attempt_that_a_neighbour_burned() -> None:
+    story = killed(Story().enqueue(0, JOB).claim(1, "a"), 1.1).claim(
+        4, "b", 11, claims=2, attempt=2
+    )
+    story.work(4.1, "b", 11).ack(4.3, "b", 11)
+    assert story.row(fence="b", attempts=2).broken() == ["P8"]
+
+
+def test_a_rolled_back_enqueue_that_is_there_or_ran() -> None:
+    assert Story().enqueue(0, JOB, outcome="rolled-back").broken() == []
+    assert Story().enqueue(0, JOB, outcome="rolled-back").row("pending", None).broken() == ["P5"]
+    assert Story().enqueue(0, JOB, outcome="rolled-back").claim(1, "a").broken() == ["P5"]
+
+
+def test_work_that_was_not_done_or_only_later() -> None:
+    assert Story().enqueue(0, JOB).claim(1, "a").ack(1.3, "a").row().broken() == ["P6"]
+    late = Story().enqueue(0, JOB).claim(1, "a").ack(1.1, "a").work(1.3, "a")
+    assert late.row().broken() == ["P6"]
+
+
+def test_a_run_that_nothing_explains() -> None:
+    story = Story().enqueue(0, JOB).claim(1, "a").line(1.1, "start", job=JOB, fence="a", attempt=1)
+    story.claim(5, "b", 11, claims=2, attempt=2).work(5.1, "b", 11).ack(5.3, "b", 11)
+    assert story.row(fence="b", attempts=2).broken() == ["P6"]
+    assert killed(story, 1.5).broken() == []
+
+
+def test_rows_that_are_written_exactly_once() -> None:
+    story = plain().row(job_type="chaos.once")
+    assert story.broken() == ["P6"]
+    story.effects = {JOB: 1}
+    assert story.broken() == []
+    story.effects = {JOB: 2}
+    assert story.broken() == ["P6"]
+
+
+def test_one_enqueue_that_made_two_jobs() -> None:
+    story = plain().row().row(job="job-2", tag=JOB, status="pending", fence=None)
+    assert story.broken() == ["P6"]
+
+
+@pytest.mark.parametrize(("second", "broken"), [(1.2, ["P7"]), (1.5, [])])
+def test_an_ordering_key(second: float, broken: list[str]) -> None:
+    story = Story().enqueue(0, JOB, key="k", n=0).enqueue(0.2, "job-2", key="k", n=1)
+    story.claim(1, "a").work(1.1, "a").ack(1.3, "a").row()
+    story.claim(second, "b", 11, "job-2").work(second + 0.1, "b", 11, "job-2")
+    story.ack(second + 0.3, "b", 11, "job-2").row(fence="b", job="job-2")
+    assert story.broken() == broken
+
+
+@pytest.mark.parametrize(
+    ("priority", "second", "broken"),
+    [(100, 0.5, ["P7"]), (100, 1.5, []), (150, 0.5, []), (30, 0.5, ["P7"])],
+)
+def test_the_order_of_a_lane(priority: int, second: float, broken: list[str]) -> None:
+    story = Story().enqueue(0, JOB).enqueue(0.2, "job-2", priority=priority)
+    story.claim(1, "a").work(1.1, "a").ack(1.3, "a").row()
+    story.claim(second, "b", 11, "job-2").work(second + 0.1, "b", 11, "job-2")
+    story.ack(second + 0.3, "b", 11, "job-2").row(fence="b", job="job-2")
+    assert story.broken() == broken
+
+
+def test_a_lease_that_nobody_takes_back_while_there_is_a_worker() -> None:
+    story = killed(plain(), 2).row()
+    story.line(9, "overdue", 1, job=JOB, fence="a", seconds=5.5)
+    assert story.broken() == []  # nobody was there
+    story.line(1, "ready", 1, child=12, role="worker")
+    assert story.broken() == ["P9"]
+    down = {"fault": 5, "name": "kill server", "scope": "server"}
+    story.line(4, "fault", 1, phase="begin", **down).line(6, "fault", 1, phase="end", **down)
+    assert story.broken() == []  # the server has been back for three seconds
+
+
+def test_a_row_that_a_paused_worker_has_locked_is_its_own_until_it_goes_on() -> None:
+    pause = {"fault": 1, "name": "pause worker", "scope": "worker", "target": 10}
+    story = Story().enqueue(0, JOB).line(0, "ready", 1, child=12, role="worker").claim(1, "a")
+    story.work(1.1, "a").line(1.4, "fault", 1, phase="begin", **pause)
+    story.line(9, "overdue", 1, job=JOB, fence="a", seconds=6.0).row()
+    assert story.broken() == ["P9"]
+    story.line(1.3, "ack-invoked", 10, job=JOB, fence="a", what="complete", final=True)
+    assert story.broken() == []
+    story.line(3, "fault", 1, phase="end", **pause)
+    assert story.broken() == ["P9"]
+
+
+def test_a_worker_that_does_not_find_back() -> None:
+    cut = {"fault": 5, "name": "cut connections", "scope": "connection"}
+    story = plain().row().line(2, "fault", 1, phase="begin", **cut)
+    story.line(3, "fault", 1, phase="end", **cut)
+    story.line(7.9, "well", 10, asked=2.5, function="claim_job_batch")
+    assert story.broken() == []
+    story.line(16, "well", 10, asked=10.5, function="claim_job_batch")
+    assert story.broken() == ["P9"]

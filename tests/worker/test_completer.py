@@ -1,0 +1,58 @@
+"""What a worker is told about outcomes that it writes together."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from howdah.async_store import AsyncStore
+from howdah.heartbeat import Heartbeat, Run
+from howdah.hooks import Hooks
+from howdah.outcome import Completed
+from howdah.store import Store
+from howdah.worker.completer import Completer
+from howdah.worker.tally import Tally
+from howdah.worker_statements import WorkerStatements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from howdah import JobQueue
+
+LEASE = timedelta(seconds=30)
+
+
+async def test_a_stale_run_is_refused_though_it_goes_with_the_run_that_took_its_job(
+    database: str, queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]]
+) -> None:
+    """A worker may claim a job that it has in hand already: its first lease ran out, or its first claim
+    was lost when the server crashed."""
+    conn, statements = connect(), WorkerStatements("howdah")
+    store, beating = AsyncStore(database, "howdah"), Store(database, "howdah")
+    told: list[str] = []
+    hooks = Hooks([lambda change: told.append(change.state)])
+    heartbeat = Heartbeat(beating, statements, LEASE, lambda run, why: None)
+    completer = Completer(store, statements, heartbeat, hooks, Tally())
+    queue.enqueue("work")
+    for _ in range(2):
+        (job,) = await store.run(
+            statements.claim("worker", ["work"], 1, LEASE, ["default"], ignore_heads=True)
+        )
+        conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
+        run = Run(id=job.id, lease_id=job.lease_id, job=job)
+        heartbeat.add(run)
+        completer.put(run, Completed(None))
+        if job.claims == 1:
+            assert conn.execute("SELECT howdah.recover_stale_jobs()").fetchone() == (1,)
+    writing = asyncio.create_task(completer.run())
+    async with asyncio.timeout(60):
+        await completer.drain()
+    writing.cancel()
+    await asyncio.to_thread(hooks.stop)
+    assert told == ["lost", "completed"]
+    assert queue.get(job.id).status == "completed"
+    await store.close()
+    await asyncio.to_thread(beating.close)
