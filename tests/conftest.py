@@ -38,17 +38,16 @@ def pytest_configure() -> None:
 
 
 SLOW = (
-    "examples/", "skill/", "cli/test_demo.py", "cli/test_dev.py",
-    "testing/test_guide.py", "testing/test_plugin.py",
+    "chaos/", "examples/", "skill/", "cli/test_bench.py", "cli/test_chaos.py", "cli/test_demo.py",
+    "cli/test_dev.py", "security/test_fuzz.py", "security/test_passwords.py",
+    "sql/test_dead_entries.py", "test_growth.py", "testing/test_guide.py", "testing/test_plugin.py",
 )  # fmt: skip
-README = "examples/test_pages.py::test_a_reader_can_follow_the_page[README.md]"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what follows whole pages and sessions of a person: `make slow` runs it."""
+    """Marks what takes long: whole pages and sessions of a person, chaos, fuzzing. `make slow` runs it."""
     for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        if name.startswith(SLOW) and name != README:
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker("slow")
 
 

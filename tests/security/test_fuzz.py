@@ -349,7 +349,7 @@ arguments = (
 )
 
 
-@fuzz(150)
+@fuzz(60)
 @given(command=st.sampled_from(sorted(set(COMMANDS) - AWAY)), rest=st.lists(arguments, max_size=5))
 @example(command="migrate", rest=["--schema=\ud800"])
 @example(command="migrate", rest=["--grants=producer=\ud800"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from howdah.bench import STEPS, Bench, Progress, advice, borrowed_schema
 from howdah.bench.figures import CALLERS, milliseconds
 from howdah.cli.options import connect, database_option, json_option, resolve_url, unreachable
 from howdah.cli.output import STYLES, Output, clean
-from howdah.cli.stopping import ignore_stops, stoppable
+from howdah.cli.stopping import ignore_stops, run, stoppable
 from howdah.drivers import is_connection_lost
 from howdah.errors import HowdahError
 
@@ -64,7 +63,7 @@ def _measure(url: str, seconds: float, output: Output) -> Figures:
         with borrowed_schema(lambda: connect(url)) as schema:
             try:
                 with connect(url) as conn, _screen(output, config.redact(url), schema) as tell:
-                    return asyncio.run(Bench(url, conn, schema, seconds, tell).run())
+                    return run(Bench(url, conn, schema, seconds, tell).run())
             finally:
                 ignore_stops()
     except psycopg.Error as error:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import psycopg
@@ -21,13 +20,13 @@ from howdah.chaos.run import Load, Verdict, perform
 from howdah.chaos.scenario import Place
 from howdah.chaos.scenarios import FaultPoints, KillWorkers, Mixed, PauseWorkers, RollingRestarts
 from howdah.cli.options import connect, json_option, resolve_url, unreachable
+from howdah.cli.stopping import ignore_stops, stoppable
 from howdah.errors import HowdahError
 from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PREFIX = "howdah_chaos_"
 DROP_PATIENCE = 30.0
 LEASE = 2.0
@@ -65,7 +64,7 @@ def chaos_command(
     seed = random.SystemRandom().randrange(1, 1_000_000) if seed is None else seed
     console = Console(highlight=False, quiet=as_json)
     load = Load(seconds=seconds, rate=rate, workers=workers, lease=LEASE, backlog=1000)
-    with _stoppable(), _schema(url) as schema, _directory() as directory:
+    with stoppable(), _schema(url) as schema, _directory() as directory:
         console.print(f"Workers die in schema [bold]{schema}[/] for {seconds:g} s; seed {seed}.")
         verdict = _run(console, Place(url, url, schema), directory, seed, load)
     if as_json:
@@ -123,9 +122,7 @@ def _schema(url: str) -> Iterator[str]:
     try:
         yield name
     finally:
-        # From here on everything is taken down; a second Ctrl-C would leave some of it behind.
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_stops()
         _drop(url, name)
 
 
@@ -151,22 +148,3 @@ def _drop(url: str, name: str) -> None:
 def _directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="howdah-chaos-", ignore_cleanup_errors=True) as name:
         yield Path(name)
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ends on SIGTERM and on a closed terminal like on Ctrl-C: through every `finally`."""
-
-    def stop(number: int, frame: Any) -> None:
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Coroutine, Iterator
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,6 +31,34 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, inside `stoppable`. A signal cancels the work: an exception that is raised in the
+    middle of just any callback may get lost there."""
+    signals: list[int] = []
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+        def stop(number: int) -> None:
+            signals.append(number)
+            task.cancel()
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, stop, number)
+        return await task
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        ignore_stops()
+        raise SystemExit(128 + signals[0]) from None
+    finally:
+        if not signals:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def ignore_stops() -> None:
