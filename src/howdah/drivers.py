@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import NoReturn, TypeAlias
@@ -182,3 +183,12 @@ def has_schema(schema: str) -> Statement[bool]:
 def is_ours(database: object) -> bool:
     """Whether a pool is made and closed by us, not the caller's."""
     return not isinstance(database, psycopg_pool.ConnectionPool | asyncpg.Pool)
+
+
+async def end_tasks(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks until they have ended. Once is not enough: asyncpg, where a time-out and a cancellation
+    meet the end of what it waits for, gives the result and keeps the cancellation to itself."""
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=0.2)

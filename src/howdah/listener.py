@@ -16,6 +16,8 @@ from uuid import uuid4
 
 import asyncpg
 
+from howdah.drivers import end_tasks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -38,6 +40,7 @@ class Listener:
         self._ping = f"{schema}:{uuid4().hex[:12]}"
         self._quoted_ping = '"' + self._ping.replace('"', '""') + '"'
         self._heard = asyncio.Event()
+        self._server_pid = 0
         self.connected = asyncio.Event()
         self.healthy = False
 
@@ -54,9 +57,7 @@ class Listener:
     async def stop(self) -> None:
         """Close the connection."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
             self._task = None
 
     async def _run(self) -> None:
@@ -78,6 +79,7 @@ class Listener:
         conn = await asyncpg.connect(
             self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT, statement_cache_size=0
         )
+        self._server_pid = conn.get_server_pid()
         ended = asyncio.Event()
         conn.add_termination_listener(lambda _: ended.set())
         try:
@@ -116,7 +118,7 @@ class Listener:
         if channel == self._ping:
             # Behind a pooler LISTEN and NOTIFY may meet in one session by chance, which proves nothing.
             # Its process id is then not the one that the pooler gave us.
-            if pid == conn.get_server_pid():
+            if pid == self._server_pid:
                 self._heard.set()
         else:
             self._call(channel.rpartition(":")[2], payload)

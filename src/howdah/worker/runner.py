@@ -23,7 +23,7 @@ import msgspec
 
 from howdah import faults, payload
 from howdah.async_store import AsyncStore
-from howdah.drivers import is_refused
+from howdah.drivers import end_tasks, is_refused
 from howdah.errors import DatabaseUnreachable, InvalidOption
 from howdah.execution import aexecute
 from howdah.heartbeat import Heartbeat, Run
@@ -245,8 +245,7 @@ class Worker:
                     self.stop()
                 fetcher.wake()
                 await self._wind_down(slots, completer, services[-1])
-                for service in services:
-                    service.cancel()
+                await end_tasks(*services)
 
     async def _guard(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """A part of the worker. If it breaks, the worker ends: half of one helps nobody."""
