@@ -158,4 +158,5 @@ async def test_listening_ends_whatever_it_was_about_to_do(database: str) -> None
         listener = Listener(database, "howdah")
         listener.start()
         await asyncio.sleep(n % 20 / 1000)
-        await asyncio.wait_for(listener.stop(), 10)
+        stopping = asyncio.create_task(listener.stop())
+        assert (await asyncio.wait([stopping], timeout=10))[0]

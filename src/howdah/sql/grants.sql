@@ -41,6 +41,7 @@ BEGIN
         JOIN pg_roles AS known ON known.rolname = g.role  -- one that was dropped is passed over
         JOIN rights AS r ON g.kind = ANY (r.kinds)
         JOIN existing AS e ON e.object = r.object AND e.name = ANY (r.names)
+        ORDER BY r.object, e.name, r.privilege, g.role
     LOOP
         EXECUTE format('GRANT %s ON %s %I.%I TO %I', v_right.privilege, v_right.object,
                        current_schema(), v_right.name, v_right.role);
