@@ -7,7 +7,7 @@ PY := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 SMOKE := .venv-smoke
 # Each of these has a PostgreSQL of its own, and the tests wait more than they compute.
-PARALLEL := -n 6 --dist worksteal --timeout 300
+PARALLEL := -n 4 --dist worksteal --timeout 300
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
