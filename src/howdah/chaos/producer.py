@@ -69,7 +69,7 @@ class Producer:
         if processes:
             ways.append((1, self.in_process))
         if misfits:
-            ways.append((1, self.misfit))
+            ways.append((3, self.misfit))
         while not self.stopping and (most is None or done < most):
             (way,) = self._random.choices([w for _, w in ways], [weight for weight, _ in ways])
             done += way()
