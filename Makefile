@@ -16,7 +16,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick bench bench-growth bench-quick skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick skill-zip skill-figures clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -32,7 +32,7 @@ test: lint typecheck unit smoke chaos-quick ## Run the checks; `make slow` has t
 	@echo "make test: all checks passed."
 
 slow: $(INSTALLED) system ## Follow every page, the skill and the demo; test on the system's PostgreSQL
-	$(PY) -m pytest $(PARALLEL) -m slow
+	$(PY) -m pytest $(PARALLEL) -m "slow and not chaos"
 
 lint: $(INSTALLED) ## Check style, formatting and layers
 	$(PY) -m ruff check .
@@ -81,6 +81,9 @@ bench-quick: $(INSTALLED) ## Measure Howdah, PgQueuer and the ceilings, in under
 
 chaos-quick: $(INSTALLED) ## Kill workers and the server for a minute, and check every promise
 	$(PY) tests/chaos/main.py quick $(ARGS)
+
+chaos-tests: $(INSTALLED) ## Break builds and servers on purpose: does the checker of chaos notice?
+	$(PY) -m pytest $(PARALLEL) -m chaos $(ARGS)
 
 chaos: $(INSTALLED) ## Twenty minutes of every fault there is; writes docs/reliability.md
 	$(PY) tests/chaos/main.py full --report docs/reliability.md $(ARGS)

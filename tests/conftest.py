@@ -44,10 +44,17 @@ SLOW = (
 )  # fmt: skip
 
 
+CHAOS = ("chaos/servers/", "chaos/test_broken_builds.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what takes long: whole pages and sessions of a person, chaos, fuzzing. `make slow` runs it."""
+    """Marks what takes long: whole pages and sessions of a person, chaos, fuzzing. `make slow` runs it, and
+    `make chaos-tests` what tests the chaos itself."""
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith(CHAOS):
+            item.add_marker("chaos")
+        if name.startswith(SLOW):
             item.add_marker("slow")
 
 

@@ -14,7 +14,7 @@ from howdah.chaos.crew import EFFECTS
 from howdah.context import Context, current
 from howdah.execution import aexecute
 from howdah.outcome import Completed, Outcome
-from howdah.worker.executors import LoopExecutor
+from howdah.worker import runner
 
 if TYPE_CHECKING:
     from howdah.task import Task
@@ -23,7 +23,7 @@ BROKEN = os.environ["HOWDAH_BROKEN"]
 _later: set[asyncio.Task[Outcome]] = set()
 
 
-async def acknowledge_first(self: LoopExecutor, task: Task[..., Any], context: Context) -> Outcome:
+async def acknowledge_first(task: Task[..., Any], context: Context) -> Outcome:
     """The outcome first, the work later."""
 
     async def work() -> Outcome:
@@ -56,7 +56,7 @@ async def twice(tag: str) -> None:
 
 match BROKEN:
     case "acknowledge first":
-        LoopExecutor.execute = acknowledge_first  # type: ignore[method-assign]
+        runner.aexecute = acknowledge_first  # type: ignore[attr-defined]
     case "two transactions":
         app.tasks["chaos.once"].function = twice
 
