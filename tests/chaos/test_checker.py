@@ -128,6 +128,17 @@ def test_two_live_leases() -> None:
     assert late.work(3.6, "b", 11).ack(3.8, "b", 11).row(fence="b").broken() == []
 
 
+@pytest.mark.parametrize(("claims", "broken"), [(1, []), (2, ["P3"])])
+def test_a_claim_that_a_crash_of_the_server_took_back(claims: int, broken: list[str]) -> None:
+    down = {"fault": 5, "name": "kill server", "scope": "server"}
+    story = Story().enqueue(0, JOB).claim(1, "a").line(1.1, "fault", 1, phase="begin", **down)
+    story.line(1.5, "fault", 1, phase="end", **down).claim(2, "b", 11, claims=claims)
+    assert story.work(2.1, "b", 11).ack(2.3, "b", 11).row(fence="b").broken() == broken
+    # Without a crash a claim that does not count is as bad.
+    calm = Story().enqueue(0, JOB).claim(1, "a").claim(2, "b", 11, claims=claims)
+    assert "P3" in calm.work(2.1, "b", 11).ack(2.3, "b", 11).row(fence="b").broken()
+
+
 def test_a_worker_that_hears_late_of_its_claim_is_not_taken_for_the_second() -> None:
     story = Story().enqueue(0, JOB).claim(4, "b", 11, claims=2, attempt=2).work(4.1, "b", 11)
     story.line(4.5, "claim", 10, job=JOB, fence="a", attempt=1, most=3, claims=1, type="chaos.quick",

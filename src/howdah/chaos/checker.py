@@ -142,12 +142,24 @@ class Checker:
             last = max(known, key=lambda line: line["asked"], default=None)
             if last is None or any(line.t < answered for line in first.invoked):
                 continue
+            if self._is_undone(first.claim, second.claim):
+                continue
             if answered < last["asked"] + self.lease - TICK:
                 what = (
                     f"was claimed again {answered - last['asked']:.2f} s after its lease of "
                     f"{self.lease:g} s was set"
                 )
                 yield Finding("P3", case.id, what, _numbers(first.claim, last, second.claim))
+
+    def _is_undone(self, first: Line, second: Line) -> bool:
+        """Whether a crash of the server took a claim back, which commits without waiting for the disk: the
+        next one then counts claims from the same number. Such a lease never was, and its fence is void."""
+        return second["claims"] <= first["claims"] and any(
+            window.scope == "server"
+            and first["asked"] < window.until()
+            and window.begin.t < second.t
+            for window in self.history.common_windows()
+        )
 
     def stale_writes(self, case: Case) -> Iterator[Finding]:
         """Something accepted under a fence, asked for after a later claim had been answered."""
