@@ -39,8 +39,8 @@ def pytest_configure() -> None:
 
 SLOW = (
     "chaos/", "examples/", "skill/", "cli/test_bench.py", "cli/test_chaos.py", "cli/test_demo.py",
-    "cli/test_dev.py", "security/test_fuzz.py", "security/test_passwords.py",
-    "sql/test_dead_entries.py", "test_growth.py", "testing/test_guide.py", "testing/test_plugin.py",
+    "cli/test_dev.py", "security/", "sql/test_dead_entries.py", "test_growth.py", "test_pooler.py",
+    "testing/test_guide.py", "testing/test_plugin.py",
 )  # fmt: skip
 
 

@@ -183,7 +183,7 @@ async def test_two_workers_share_long_jobs(
 ) -> None:
     add_nap(app)
     async with running_worker(app, concurrency=10), running_worker(app, concurrency=10):
-        await app.aqueue.enqueue_many([NewJob(job_type="nap", data={"seconds": 2})] * 20)
+        await app.aqueue.enqueue_many([NewJob(job_type="nap", data={"seconds": 5})] * 20)
         await completed(conn, 20)
     assert sorted(by_worker(conn).values()) == [10, 10]
 
