@@ -20,7 +20,7 @@ from howdah import payload
 from howdah.errors import InvalidJob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ class Arguments:
     context: str | None
     returns: Any
     by_position: bool
+    names: tuple[str, ...]
+    has_defaults: bool
+    shape: msgspec.json.Decoder[msgspec.Struct] | None
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str, context_type: type) -> Arguments:
@@ -52,18 +55,32 @@ class Arguments:
         )
         parameters = [p for p in whole.parameters.values() if p.name != context]
         types = {p.name: hints.get(p.name, Any) for p in parameters}
+        types = {parameter: type_ for parameter, type_ in types.items() if _is_supported(type_)}
+        by_position = any(p.kind not in _BY_NAME for p in whole.parameters.values())
         return cls(
             name,
             whole,
             whole.replace(parameters=parameters),
-            {parameter: type_ for parameter, type_ in types.items() if _is_supported(type_)},
+            types,
             context,
             hints.get("return", Any),
-            any(p.kind not in _BY_NAME for p in whole.parameters.values()),
+            by_position,
+            tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
+            any(p.default is not p.empty for p in parameters),
+            None if by_position else _shape(parameters, types),
         )
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The data of a call, or an `InvalidJob` that says what does not fit the signature."""
+        if self.shape is not None and len(args) <= len(self.names):
+            data = dict(zip(self.names, args, strict=False), **kwargs)
+            try:
+                data = msgspec.to_builtins(data, str_keys=True, enc_hook=_to_builtin)
+                fits = self._fit(msgspec.json.encode(data)) is not None
+            except Exception:
+                fits = False  # told below, by the argument
+            if fits and len(data) == len(args) + len(kwargs):
+                return data
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -73,7 +90,13 @@ class Arguments:
         return data
 
     def unpack(self, data: Any, context: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments, converted; an `InvalidJob` where the data do not fit."""
+        """Positional and keyword arguments, converted; an `InvalidJob` where the data do not fit.
+        Data that are still JSON are read and converted at once, if they fit."""
+        if type(data) is msgspec.Raw:
+            fitting = self._fit(data)
+            if fitting is not None:
+                return self.place(fitting, context)
+            data = payload.decode(bytes(data).decode())
         if not isinstance(data, dict):
             raise InvalidJob(
                 f"the data of {self.name} must be an object of its arguments, not "
@@ -91,6 +114,18 @@ class Arguments:
             unknown = next(name for name in data if name not in parameters)
             raise InvalidJob(f"{self.name} has no argument named {unknown!r}.", field="data")
         return self.place(values, context)
+
+    def _fit(self, text: bytes | msgspec.Raw) -> dict[str, Any] | None:
+        """The arguments in a JSON text, or None: who looks at each of them knows what does not fit."""
+        if self.shape is None:
+            return None
+        try:
+            values = msgspec.structs.asdict(self.shape.decode(text))
+        except Exception:  # validators of the user's own types may raise anything
+            return None
+        if self.has_defaults:
+            return {name: value for name, value in values.items() if value is not msgspec.UNSET}
+        return values
 
     def place(self, values: dict[str, Any], context: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Values by name, and the context, as the function wants to be called."""
@@ -131,6 +166,24 @@ class Arguments:
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _shape(
+    parameters: Sequence[inspect.Parameter], types: Mapping[str, Any]
+) -> msgspec.json.Decoder[msgspec.Struct] | None:
+    """Arguments that are all had by name, as one type: ten times as fast as one after the other."""
+    fields: list[Any] = []
+    for parameter in parameters:
+        type_ = types.get(parameter.name, Any)
+        if parameter.default is parameter.empty:
+            fields.append((parameter.name, type_))
+        else:
+            fields.append((parameter.name, type_ | msgspec.UnsetType, msgspec.UNSET))
+    try:
+        shape = msgspec.defstruct("Shape", fields, kw_only=True, forbid_unknown_fields=True)
+        return msgspec.json.Decoder(shape, dec_hook=_from_json)
+    except Exception:
+        return None
 
 
 def to_json(value: Any, name: str) -> Any:

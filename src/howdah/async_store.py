@@ -260,7 +260,7 @@ async def _leave_as_it_is(conn: Any) -> None:
 
 async def _afetch(conn: Any, statement: Statement[Any], broken: bool) -> Rows:
     if broken and statement.again is not None:
-        statement = statement.again
+        statement = statement.again()
     if (copy := statement.copy) is not None:
         await conn.copy_to_table(
             copy.table, schema_name=copy.schema, columns=copy.columns, encoding="UTF8",

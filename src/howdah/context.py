@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from howdah import payload
 from howdah.errors import HowdahError
 from howdah.model import Claim
@@ -39,7 +41,7 @@ class Context:
     """The run of one job."""
 
     __slots__ = (
-        "_deadline", "_percent", "_sink", "_stage", "abort", "attempt", "data", "id", "idempotency_key",
+        "_deadline", "_percent", "_sink", "_stage", "abort", "attempt", "given", "id", "idempotency_key",
         "job_type", "lease_id", "max_attempts", "queue", "request_id", "resources", "settled",
     )  # fmt: skip
 
@@ -62,7 +64,7 @@ class Context:
         self.id = id
         self.job_type = job_type
         self.queue = queue
-        self.data = data
+        self.given = data
         self.attempt = attempt
         self.max_attempts = max_attempts
         self.request_id = request_id
@@ -75,6 +77,13 @@ class Context:
         self._sink = sink
         self._percent = 0
         self._stage: str | None = None
+
+    @property
+    def data(self) -> Any:
+        """The job's data."""
+        if type(self.given) is msgspec.Raw:  # few handlers look: they have their arguments
+            self.given = payload.decode(bytes(self.given).decode())
+        return self.given
 
     @property
     def cancelled(self) -> bool:

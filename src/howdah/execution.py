@@ -46,7 +46,7 @@ _NOTHING = Completed(None)
 def execute(task: Task[..., Any], context: Context) -> Outcome:
     """Run a sync handler here."""
     try:
-        args, kwargs = task.arguments.unpack(context.data, context)
+        args, kwargs = task.arguments.unpack(context.given, context)
         with _entered(context), contextlib.ExitStack() as stack:
             for middleware in task.app.middlewares:
                 if not inspect.isasyncgenfunction(middleware):
@@ -65,7 +65,7 @@ async def aexecute(task: Task[..., Any], context: Context) -> Outcome:
     here = _current.set(context)
     request = request_id.set(context.request_id)
     try:
-        args, kwargs = task.arguments.unpack(context.data, context)
+        args, kwargs = task.arguments.unpack(context.given, context)
         if task.app.middlewares:
             value = await _surrounded(task, context, args, kwargs)
         elif task.options.timeout is None:

@@ -3,6 +3,7 @@ and turns each call into a Statement. `JobQueue` and `AsyncJobQueue` only run wh
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections import OrderedDict
@@ -108,24 +109,26 @@ class Operations:
 
     def enqueue(self, jobs: list[dict[str, Any]]) -> list[Statement[list[Handle]]]:
         """Encoded jobs in as many statements as their size asks for."""
-        return [
-            self.statements.enqueue_jobs(payload.encode_batch(batch), self.idempotency_ttl)
-            for batch in _batches(jobs)
-        ]
+        return [self._enqueue(batch) for batch in _batches(jobs)]
+
+    def _enqueue(
+        self, jobs: list[dict[str, Any]], *, again: bool = False
+    ) -> Statement[list[Handle]]:
+        batch = payload.encode_batch(jobs)
+        return self.statements.enqueue_jobs(batch, self.idempotency_ttl, again=again)
 
     def enqueue_many(
         self, jobs: list[dict[str, Any]], *, borrowed: bool
     ) -> list[Statement[list[Handle]]]:
         """The same, by COPY where that is possible and pays: many plain jobs, on a connection of ours."""
-        statements = self.enqueue(jobs)
         if borrowed or len(jobs) < COPY_FROM or not all(_PLAIN.issuperset(job) for job in jobs):
-            return statements
+            return self.enqueue(jobs)
         lanes = {
             (job.get("queue", "default"), job["job_type"], job.get("priority", 100)) for job in jobs
         }
         copies = [
-            self.statements.copy_jobs(batch, again)
-            for batch, again in zip(_batches(jobs), statements, strict=True)
+            self.statements.copy_jobs(batch, functools.partial(self._enqueue, batch, again=True))
+            for batch in _batches(jobs)
         ]
         return [*copies, self.statements.announce_jobs(payload.encode_batch(sorted(lanes)))]
 
@@ -460,5 +463,7 @@ def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
     def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
         return check(inner(rows))
 
-    again = None if statement.again is None else _then(statement.again, check)
-    return replace(statement, decode=decode, again=again)
+    again = statement.again
+    return replace(
+        statement, decode=decode, again=None if again is None else lambda: _then(again(), check)
+    )

@@ -40,7 +40,7 @@ class Copy:
 class Statement(Generic[T_co]):
     """What to send and how to read the answer.
 
-    `again` is what to send if the connection breaks before the answer: a statement that takes what
+    `again` makes what to send if the connection breaks before the answer: a statement that takes what
     the first one may have done for its own doing. Without it the same text is sent once more.
     `timeout` is for one that may take longer than others, in seconds; the async client heeds it.
     `copy` is what a COPY sends after its text. It has no parameters, and no rows for an answer.
@@ -49,7 +49,7 @@ class Statement(Generic[T_co]):
     text: str
     parameters: tuple[Any, ...]
     decode: Callable[[Rows], T_co]
-    again: Statement[T_co] | None = None
+    again: Callable[[], Statement[T_co]] | None = None
     timeout: float | None = None
     copy: Copy | None = None
 
@@ -132,26 +132,25 @@ class Statements:
         self.schema = schema
         self._s = quote_schema(schema)
 
-    def enqueue_jobs(self, jobs: str, idempotency_ttl: timedelta) -> Statement[list[Handle]]:
-        """Enqueue a JSON array of jobs; the answer is in its order."""
-        text = f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::text::jsonb, $2::boolean, $3::interval)"
-
-        def decode(rows: Rows) -> list[Handle]:
-            return [Handle(row[0], row[1]) for row in rows]
-
-        again = Statement(text, (jobs, True, idempotency_ttl), decode)
-        return Statement(text, (jobs, False, idempotency_ttl), decode, again)
+    def enqueue_jobs(
+        self, jobs: str, idempotency_ttl: timedelta, *, again: bool = False
+    ) -> Statement[list[Handle]]:
+        """Enqueue a JSON array of jobs; the answer is in its order. `again`: unless they are there."""
+        return Statement(
+            f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::text::jsonb, $2::boolean, $3::interval)",
+            (jobs, again, idempotency_ttl),
+            lambda rows: [Handle(row[0], row[1]) for row in rows],
+            None if again else lambda: self.enqueue_jobs(jobs, idempotency_ttl, again=True),
+        )
 
     def copy_jobs(
-        self, jobs: Sequence[Mapping[str, Any]], again: Statement[list[Handle]]
+        self, jobs: Sequence[Mapping[str, Any]], again: Callable[[], Statement[list[Handle]]]
     ) -> Statement[list[Handle]]:
         """Enqueue jobs that have nothing special about them. `announce_jobs` must follow."""
         copy = Copy(self.schema, "live_jobs", lines.COLUMNS, lines.encode_lines(jobs))
         text = f"COPY {self._s}.live_jobs ({', '.join(lines.COLUMNS)}) FROM STDIN (ENCODING 'UTF8')"
         ids = [job["id"] for job in jobs]
-        return Statement(
-            text, (), lambda _: [Handle(each, True) for each in ids], again.again, copy=copy
-        )
+        return Statement(text, (), lambda _: [Handle(each, True) for each in ids], again, copy=copy)
 
     def announce_jobs(self, lanes: str) -> Statement[list[Handle]]:
         """Make the lanes of jobs that were copied, [[queue, job type, priority], …], and wake workers."""
@@ -202,7 +201,7 @@ class Statements:
             list(results),
             None if elapsed is None else list(elapsed),
         )
-        return Statement(text, (*lists, False), _ids, Statement(text, (*lists, True), _ids))
+        return Statement(text, (*lists, False), _ids, lambda: Statement(text, (*lists, True), _ids))
 
     def fail_jobs(
         self,

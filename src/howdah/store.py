@@ -313,7 +313,7 @@ def _hang_up(conn: psycopg.Connection[Any]) -> None:
 
 def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: bool) -> Rows:
     if broken and statement.again is not None:
-        statement = statement.again
+        statement = statement.again()
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         if statement.copy is not None:
             with cursor.copy(statement.text) as copy:

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from howdah import faults, payload
 from howdah.context import Context
 from howdah.drivers import DATABASE_ERRORS
@@ -122,8 +124,11 @@ class Slots:
         now = time.monotonic()
         passed = now - self._looked
         if passed > AHEAD / 20:
-            weight = 1 - math.exp(-passed / AHEAD)
-            self._rate += weight * (self._ended / passed - self._rate)
+            seen = self._ended / passed
+            self._rate += (1 - math.exp(-passed / AHEAD)) * (seen - self._rate)
+            # At once, what the slots could keep up even if every job were of the slowest type.
+            slowest = max(self._seconds.values(), default=math.inf)
+            self._rate = max(self._rate, min(seen, self._count / max(slowest, 1e-6)))
             self._looked, self._ended = now, 0
         return min(PREFETCH_LIMIT, int(self._rate * AHEAD))
 
@@ -294,7 +299,7 @@ class Slots:
             id=job.id,
             job_type=job.job_type,
             queue=job.queue,
-            data=payload.decode(job.data),
+            data=msgspec.Raw(job.data),
             attempt=job.attempts,
             max_attempts=job.max_attempts,
             request_id=job.request_id,
