@@ -34,7 +34,7 @@ from howdah import (
     NotClaimed,
     Status,
 )
-from howdah.operations import COPY_FROM
+from howdah.new_jobs import COPY_FROM
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from typing import (
     overload,
 )
 
-from howdah import payload
+from howdah import checks, payload
 from howdah.async_queue import AsyncJobQueue
 from howdah.errors import (
     DuplicateTask,
@@ -32,7 +32,6 @@ from howdah.task import (
     Task,
     TaskHandle,
     TaskOptions,
-    checked,
     executor_of,
     place_of,
     task_options,
@@ -81,8 +80,8 @@ class App:
         self.database = database
         self.schema = schema
         self.create = create
-        self.lease = payload.to_timedelta(lease, "lease", minimum=0.001)
-        self.idempotency_ttl = payload.to_timedelta(idempotency_ttl, "idempotency_ttl")
+        self.lease = checks.to_timedelta(lease, "lease", minimum=0.001)
+        self.idempotency_ttl = checks.to_timedelta(idempotency_ttl, "idempotency_ttl")
         self.tasks: dict[str, Task[..., Any]] = {}
         self.hooks: list[Hook] = []
         self.middlewares: list[Callable[[Context], Any]] = []
@@ -165,7 +164,7 @@ class App:
     def _register(
         self, function: Callable[..., Any], name: str, options: TaskOptions
     ) -> Task[..., Any]:
-        checked(payload.check_name, name, "the task's name")
+        checks.option(checks.check_name, name, "the task's name")
         known = self.tasks.get(name)
         if known is not None and place_of(known.function) != place_of(function):
             raise DuplicateTask(name, place_of(known.function), place_of(function))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncpg
 
-from howdah import borrowed, config, migrate, payload
+from howdah import borrowed, checks, config, migrate
 from howdah.drivers import (
     POOL_SIZE,
     RETRY_PAUSE,
@@ -67,7 +67,7 @@ class AsyncStore:
         self._database = database
         self._schema = schema
         self._create = create
-        self._timeout = payload.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
+        self._timeout = checks.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
         self._command_timeout = command_timeout
         self._pooled = False
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
-from howdah import payload
+from howdah import checks, payload
 from howdah.arguments import decode_result
 from howdah.context import Context
 from howdah.errors import HowdahError, InvalidOption, LeaseLost, TaskInFlight
@@ -139,16 +139,16 @@ class _Attempt:
             case Completed(result):
                 statement = statements.complete_jobs(ids, leases, [result])
             case Failed(error, trace, retry_in):
-                pause = None if retry_in is None else payload.to_timedelta(retry_in, "retry")
+                pause = None if retry_in is None else checks.to_timedelta(retry_in, "retry")
                 statement = statements.fail_jobs(
                     ids, leases, [error], [None], [pause], tracebacks=[trace]
                 )
             case Settled():
                 # Refused if the handler's transaction committed; else the attempt has failed.
-                again = payload.to_timedelta(1, "retry")
+                again = checks.to_timedelta(1, "retry")
                 statement = statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [again])
             case Released(delay, _):
-                pause = payload.to_timedelta(delay, "delay")
+                pause = checks.to_timedelta(delay, "delay")
                 statement = statements.release_jobs(ids, leases, pause)
             case Cancelled(reason):
                 statement = statements.stop_jobs(ids, leases, [reason])

@@ -11,7 +11,7 @@ import logging
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from howdah import payload
+from howdah import checks, payload
 from howdah.arguments import encode_result
 from howdah.context import _current
 from howdah.errors import InvalidJob
@@ -174,7 +174,7 @@ def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outc
 
 def _snoozed(error: Snooze) -> Outcome:
     try:
-        return Released(payload.to_timedelta(error.delay, "delay").total_seconds(), "snoozed")
+        return Released(checks.to_timedelta(error.delay, "delay").total_seconds(), "snoozed")
     except Exception as wrong:
         return Failed(payload.describe_error(wrong), _trace(error), None)
 
@@ -183,7 +183,7 @@ def _failed(task: Task[..., Any], context: Context, error: BaseException) -> Fai
     try:
         pause = task.options.retry.seconds(context.attempt, error)
         if pause is not None:
-            pause = payload.to_timedelta(pause, "the pause").total_seconds()
+            pause = checks.to_timedelta(pause, "the pause").total_seconds()
     except BaseException:
         logger.warning(
             "a retry policy failed; the job is tried again in 10 s",

@@ -3,7 +3,6 @@ and turns each call into a Statement. `JobQueue` and `AsyncJobQueue` only run wh
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections import OrderedDict
@@ -14,40 +13,30 @@ from uuid import UUID
 
 import msgspec
 
-from howdah import lines, payload
-from howdah.errors import InvalidJob, InvalidOption, JobNotFound, LeaseLost, NotClaimed
+from howdah import checks, payload
+from howdah.errors import InvalidOption, JobNotFound, LeaseLost, NotClaimed
 from howdah.model import (
     Claim,
     Event,
     Handle,
     Job,
     JobRef,
-    NewJob,
-    NewJobLike,
     Seconds,
     Status,
-    new_id,
-    new_ids,
-    request_id,
 )
-from howdah.statements import Filters, Rows, Statement, Statements
+from howdah.new_jobs import NewJobs
+from howdah.statements import Filters, Rows, Statement
 
 if TYPE_CHECKING:
     from datetime import datetime
 
 T = TypeVar("T")
 
-BATCH_BYTES = 4 * 2**20
-BATCH_JOBS = 5_000
-COPY_FROM = 200  # jobs: below that its round trips cost more than it saves
-_PLAIN = frozenset(lines.COLUMNS)
 REMEMBERED = 100_000
 MAINTENANCE_PERIOD = 2.0
 
-_NEW_JOB_FIELDS = NewJob.__struct_fields__
 
-
-class Operations:
+class Operations(NewJobs):
     """The pure half of a queue."""
 
     def __init__(
@@ -60,15 +49,12 @@ class Operations:
         payload_limit: int,
         idempotency_ttl: Seconds,
     ) -> None:
-        self.statements = Statements(schema)
-        self.lease = payload.to_lease(lease)
-        self.keep = None if keep is None else payload.to_timedelta(keep, "keep")
-        self.payload_limit = _option(
-            payload.check_integer, payload_limit, "payload_limit", 2, 2**30
+        super().__init__(
+            schema=schema, keep=keep, payload_limit=payload_limit, idempotency_ttl=idempotency_ttl
         )
-        self.idempotency_ttl = payload.to_timedelta(idempotency_ttl, "idempotency_ttl")
+        self.lease = checks.to_lease(lease)
         if worker_id is not None:
-            _option(payload.check_name, worker_id, "worker_id", 100)
+            checks.option(checks.check_name, worker_id, "worker_id", 100)
         self._worker_id = worker_id
         self._fences: OrderedDict[UUID, UUID] = OrderedDict()
 
@@ -76,61 +62,6 @@ class Operations:
     def worker_id(self) -> str:
         """The name under which this process claims; a forked child has its own."""
         return self._worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}"
-
-    # ── enqueueing ────────────────────────────────────────────────────────────────────────────────
-
-    def new_job(
-        self, job_type: str, data: Any, unknown: Mapping[str, Any], **options: Any
-    ) -> NewJob:
-        """The job that a call to `enqueue` describes."""
-        _refuse_unknown(unknown, (*_NEW_JOB_FIELDS, "conn"))
-        return NewJob(job_type=job_type, data={} if data is None else data, **options)
-
-    def encode(self, job: NewJob, job_id: UUID | None = None) -> dict[str, Any]:
-        """A job, checked, with its id, its request id and the queue's retention filled in."""
-        if job.request_id is None and (current := request_id.get()) is not None:
-            job = msgspec.structs.replace(job, request_id=current)
-        if job.keep is None and self.keep is not None:
-            job = msgspec.structs.replace(job, keep=self.keep)
-        return payload.encode_job(job, job_id or new_id(), self.payload_limit)
-
-    def encode_many(self, jobs: Iterable[NewJobLike]) -> list[dict[str, Any]]:
-        """Jobs in any of their forms, checked; an error names the index."""
-        encoded = []
-        jobs = list(jobs)
-        for index, (job, job_id) in enumerate(zip(jobs, new_ids(len(jobs)), strict=True)):
-            try:
-                encoded.append(self.encode(_to_new_job(job), job_id))
-            except InvalidJob as error:
-                raise error.at(index) from None
-            except InvalidOption as error:
-                raise InvalidOption(f"job {index}: {error}") from None
-        return encoded
-
-    def enqueue(self, jobs: list[dict[str, Any]]) -> list[Statement[list[Handle]]]:
-        """Encoded jobs in as many statements as their size asks for."""
-        return [self._enqueue(batch) for batch in _batches(jobs)]
-
-    def _enqueue(
-        self, jobs: list[dict[str, Any]], *, again: bool = False
-    ) -> Statement[list[Handle]]:
-        batch = payload.encode_batch(jobs)
-        return self.statements.enqueue_jobs(batch, self.idempotency_ttl, again=again)
-
-    def enqueue_many(
-        self, jobs: list[dict[str, Any]], *, borrowed: bool
-    ) -> list[Statement[list[Handle]]]:
-        """The same, by COPY where that is possible and pays: many plain jobs, on a connection of ours."""
-        if borrowed or len(jobs) < COPY_FROM or not all(_PLAIN.issuperset(job) for job in jobs):
-            return self.enqueue(jobs)
-        lanes = {
-            (job.get("queue", "default"), job["job_type"], job.get("priority", 100)) for job in jobs
-        }
-        copies = [
-            self.statements.copy_jobs(batch, functools.partial(self._enqueue, batch, again=True))
-            for batch in _batches(jobs)
-        ]
-        return [*copies, self.statements.announce_jobs(payload.encode_batch(sorted(lanes)))]
 
     # ── claiming and acknowledging ────────────────────────────────────────────────────────────────
 
@@ -144,12 +75,12 @@ class Operations:
         started: bool = False,
     ) -> Statement[list[Job]]:
         """Claim jobs and remember their fences."""
-        _option(payload.check_integer, batch_size, "batch_size", 1, 10_000)
+        checks.option(checks.check_integer, batch_size, "batch_size", 1, 10_000)
         statement = self.statements.claim_job_batch(
             self.worker_id,
             None if job_types is None else _texts(job_types, "job_types"),
             batch_size,
-            self.lease if lease is None else payload.to_lease(lease),
+            self.lease if lease is None else checks.to_lease(lease),
             _texts(queues, "queues"),
             started=started,
         )
@@ -221,10 +152,10 @@ class Operations:
         if not retry and (run_at is not None or delay is not None):
             raise InvalidOption("retry=False and a time to retry at exclude each other.")
         if run_at is not None:
-            run_at = _option(payload.check_time, run_at, "run_at")
+            run_at = checks.option(checks.check_time, run_at, "run_at")
         pause = None
         if retry and run_at is None:
-            pause = payload.to_timedelta(0 if delay is None else delay, "delay")
+            pause = checks.to_timedelta(0 if delay is None else delay, "delay")
         ids, fences = self._fenced(jobs)
         n = len(ids)
         statement = self.statements.fail_jobs(
@@ -237,14 +168,14 @@ class Operations:
     ) -> Statement[None]:
         """Give jobs back; the attempt does not count."""
         ids, fences = self._fenced(jobs)
-        pause = payload.to_timedelta(0 if delay is None else delay, "delay")
+        pause = checks.to_timedelta(0 if delay is None else delay, "delay")
         statement = self.statements.release_jobs(ids, fences, pause)
         return _then(statement, self._acknowledged(ids, fences, forget=not joined))
 
     def extend(self, jobs: JobRef | Iterable[JobRef], lease: Seconds | None) -> Statement[None]:
         """Extend leases to `lease` from now."""
         ids, fences = self._fenced(jobs)
-        until = self.lease if lease is None else payload.to_lease(lease)
+        until = self.lease if lease is None else checks.to_lease(lease)
         statement = self.statements.extend_jobs(ids, fences, until)
         return _then(_then(statement, _mine), self._acknowledged(ids, fences, forget=False))
 
@@ -277,8 +208,8 @@ class Operations:
 
     def recover_stale_jobs(self, timeout: Seconds | None, limit: int) -> Statement[int]:
         """Return jobs of vanished workers to the queue."""
-        interval = None if timeout is None else payload.to_timedelta(timeout, "timeout")
-        _option(payload.check_integer, limit, "limit", 1, 2**31 - 1)
+        interval = None if timeout is None else checks.to_timedelta(timeout, "timeout")
+        checks.option(checks.check_integer, limit, "limit", 1, 2**31 - 1)
         return self.statements.recover_stale_jobs(interval, limit)
 
     def cancel(self, jobs: JobRef | Iterable[JobRef]) -> Statement[dict[UUID, str]]:
@@ -310,7 +241,7 @@ class Operations:
 
     def events(self, job: JobRef, after: int) -> Statement[list[Event]]:
         """A job's events."""
-        _option(payload.check_integer, after, "after", 0, 2**63 - 1)
+        checks.option(checks.check_integer, after, "after", 0, 2**63 - 1)
         return self.statements.events(to_id(job), after)
 
     def find(
@@ -325,7 +256,7 @@ class Operations:
         known = ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data")
         for name in unknown:
             raise InvalidOption.unknown(name, (*known, "limit", "before"), "filter")
-        _option(payload.check_integer, limit, "limit", 1, 10_000)
+        checks.option(checks.check_integer, limit, "limit", 1, 10_000)
         for name in ("status", "job_type", "queue"):
             options[name] = () if options[name] is None else _texts(options[name], name)
         for status in options["status"]:
@@ -348,9 +279,7 @@ class Operations:
         for status in wanted:
             if status not in final:
                 raise InvalidOption.unknown(status, final, "final status")
-        return self.statements.clear_finished(
-            payload.to_timedelta(older_than, "older_than"), wanted
-        )
+        return self.statements.clear_finished(checks.to_timedelta(older_than, "older_than"), wanted)
 
 
 def to_id(ref: JobRef) -> UUID:
@@ -365,67 +294,22 @@ def to_id(ref: JobRef) -> UUID:
         raise InvalidOption(f"{ref!r:.100} is not a job id.") from None
 
 
-def _option(check: Callable[..., T], *arguments: Any) -> T:
-    """The check of a job's field, for what is a parameter here."""
-    try:
-        return check(*arguments)
-    except InvalidJob as error:
-        raise InvalidOption(error.message) from None
-
-
 def _names(**names: str | None) -> list[str | None]:
     """Texts to look for, checked: each may be left out, none may be what cannot be stored."""
     for name, text in names.items():
         if text is not None:
-            _option(payload.check_name, text, name, payload.KEY_LIMIT)
+            checks.option(checks.check_name, text, name, payload.KEY_LIMIT)
     return list(names.values())
 
 
 def _contained(data: Mapping[str, Any]) -> str:
-    raw = _option(payload.encode_data, data)
+    raw = checks.option(payload.encode_data, data)
     return bytes(memoryview(raw)).decode()
 
 
 def _unfenced(job: Job) -> Job:
     # The fence belongs to whoever claimed the job; looking at it is no right to acknowledge it.
     return job if job.lease_id is None else msgspec.structs.replace(job, lease_id=None)
-
-
-def _refuse_unknown(unknown: Iterable[Any], known: Iterable[str]) -> None:
-    for name in unknown:
-        raise InvalidOption.unknown(str(name), known)
-
-
-def _to_new_job(job: NewJobLike) -> NewJob:
-    match job:
-        case NewJob():
-            return job
-        case (str() as job_type, data):
-            return NewJob(job_type=job_type, data=data)
-        case Mapping():
-            _refuse_unknown((name for name in job if name not in _NEW_JOB_FIELDS), _NEW_JOB_FIELDS)
-            if "job_type" not in job:
-                raise InvalidJob("job_type is missing.", field="job_type")
-            return NewJob(**job)
-        case _:
-            raise InvalidJob(
-                f"a {type(job).__name__} is not a job; give a NewJob, a mapping or (job_type, data).",
-                field="job",
-            )
-
-
-def _batches(jobs: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
-    size = 0
-    for job in jobs:
-        length = len(memoryview(job["data"])) + 200
-        if batch and (len(batch) >= BATCH_JOBS or size + length > BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(job)
-        size += length
-    if batch:
-        yield batch
 
 
 def _many(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
@@ -450,7 +334,7 @@ def _texts(value: str | Sequence[str], name: str) -> list[str]:
     if not isinstance(value, Iterable):
         raise InvalidOption(f"{name} must be a string or a list of them, not {value!r:.80}.")
     texts = [value] if isinstance(value, str) else list(value)
-    return [_option(payload.check_name, text, name) for text in texts]
+    return [checks.option(checks.check_name, text, name) for text in texts]
 
 
 def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:

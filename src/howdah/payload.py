@@ -1,4 +1,4 @@
-"""Bounds and JSON. What a caller enqueues is checked and refused; what a worker reports is sanitised
+"""Jobs as JSON. What a caller enqueues is checked and refused; what a worker reports is sanitised
 and never refused, because by then the work is done. Knows nothing of databases."""
 
 from __future__ import annotations
@@ -6,12 +6,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from howdah import checks
 from howdah.errors import InvalidJob, InvalidOption, PayloadTooLarge
 
 if TYPE_CHECKING:
@@ -24,14 +24,11 @@ DATA_LIMIT = 64 * 1024
 RESULT_LIMIT = 64 * 1024
 ERROR_LIMIT = 16 * 1024
 STAGE_LIMIT = 100
-NAME_LIMIT = 200
 KEY_LIMIT = 500
 DEPTH_LIMIT = 100
 MAX_ATTEMPTS_LIMIT = 10_000
 PRIORITY_RANGE = (-1000, 1000)
-LONGEST_LEASE = timedelta(days=30)
 INTEGER_BITS = 1024  # far beyond what readers in other languages hold, and cheap to print
-LAST_YEAR = 9998  # Python's last is 9999, and a time zone may push a date over that edge
 
 
 def _plain(value: object) -> str | int | float:
@@ -129,7 +126,7 @@ def _check_json(data: Any, limit: int) -> bool:
         for value in level:
             kind = type(value)
             if kind is str:
-                check_text(value, "data")
+                checks.check_text(value, "data")
             elif kind is bool or value is None:
                 pass
             elif kind is int:
@@ -140,10 +137,10 @@ def _check_json(data: Any, limit: int) -> bool:
                 for key in value:
                     if not isinstance(key, str):
                         raise InvalidJob(
-                            f"data has the key {_show(key)}, and JSON has only string keys.",
+                            f"data has the key {checks.show(key)}, and JSON has only string keys.",
                             field="data",
                         )
-                    check_text(key, "data")
+                    checks.check_text(key, "data")
                 below.extend(value.values())
             elif isinstance(value, list | tuple):
                 below.extend(value)
@@ -196,114 +193,6 @@ def _spell_floats(value: Any) -> Any:
     return value
 
 
-def _show(value: object) -> str:
-    """A value in a message, short, whatever its `__repr__` does."""
-    try:
-        return f"{value!r:.80}"
-    except Exception:  # also an integer of more digits than Python prints
-        return f"a {type(value).__name__} that cannot be shown"
-
-
-def check_text(text: str, field: str) -> None:
-    """Refuses what PostgreSQL cannot store: NUL, and half of a surrogate pair."""
-    if "\x00" in text:
-        raise InvalidJob(
-            f"{field} holds a NUL character, which PostgreSQL cannot store.", field=field
-        )
-    if text.isascii():  # known without looking
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidJob(
-            f"{field} holds a lone surrogate, which is not valid Unicode.", field=field
-        ) from None
-
-
-def check_name(value: object, field: str, limit: int = NAME_LIMIT) -> str:
-    """A text that is present, storable and not too long."""
-    if not isinstance(value, str):
-        raise InvalidJob(f"{field} must be a string, not {type(value).__name__}.", field=field)
-    if not value:
-        raise InvalidJob(f"{field} is empty; give it a name.", field=field)
-    if len(value) > limit:
-        raise InvalidJob(
-            f"{field} is {len(value)} characters long; the limit is {limit}.", field=field
-        )
-    check_text(value, field)
-    return value
-
-
-def check_integer(value: object, field: str, low: int, high: int) -> int:
-    """A whole number within its range."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidJob(
-            f"{field} must be a whole number, not {type(value).__name__}.", field=field
-        )
-    if not low <= value <= high:
-        raise InvalidJob(
-            f"{field} is {_show(value)}; it must be between {low} and {high}.", field=field
-        )
-    return int.__index__(value)
-
-
-def check_time(value: object, field: str) -> datetime:
-    """A datetime that knows its time zone, in UTC."""
-    if not isinstance(value, datetime):
-        raise InvalidJob(f"{field} must be a datetime, not {type(value).__name__}.", field=field)
-    if value.tzinfo is None or value.utcoffset() is None:
-        raise InvalidJob(
-            f"{field} is a naive datetime; give it a time zone, as in datetime.now(UTC).",
-            field=field,
-        )
-    try:
-        moment = value.astimezone(UTC)
-    except OverflowError:
-        moment = datetime.max.replace(tzinfo=UTC)
-    if moment.year > LAST_YEAR:
-        raise InvalidJob(
-            f"{field} is {value.isoformat()}; the last year that can be used is {LAST_YEAR}.",
-            field=field,
-        )
-    return moment
-
-
-def to_timedelta(value: Seconds, field: str, *, minimum: float = 0) -> timedelta:
-    """A duration in either of its two forms. Raises `InvalidOption` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, timedelta | int | float):
-        raise InvalidOption(
-            f"{field} must be a timedelta or a number of seconds, not {type(value).__name__}."
-        )
-    try:
-        duration = value if isinstance(value, timedelta) else timedelta(seconds=value)
-    except (OverflowError, ValueError):
-        raise InvalidOption(
-            f"{field} is {_show(value)}, which is not a usable number of seconds."
-        ) from None
-    if duration.total_seconds() < minimum or duration > timedelta(days=36500):
-        raise InvalidOption(
-            f"{field} is {_show(value)}; it must be at least {minimum} seconds and below a century."
-        )
-    return duration
-
-
-def to_lease(value: Seconds) -> timedelta:
-    """How long a claim is good for: a duration within what the database takes."""
-    lease = to_timedelta(value, "lease", minimum=0.001)
-    if lease > LONGEST_LEASE:
-        raise InvalidOption(
-            f"lease is {_show(value)}; it must be at most 30 days. Extend it instead."
-        )
-    return lease
-
-
-def _duration(value: Seconds, field: str) -> float:
-    try:
-        return to_timedelta(value, field).total_seconds()
-    except InvalidOption as error:
-        raise InvalidJob(str(error), field=field) from None
-
-
 def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, Any]:
     """A checked job as the object that `enqueue_jobs` reads."""
     common = (job.job_type, job.queue, job.priority, job.max_attempts, job.keep)
@@ -318,13 +207,13 @@ def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, 
             raise InvalidJob(
                 "run_at and delay exclude each other; give one of them.", field="delay"
             )
-        fields["run_at"] = check_time(job.run_at, "run_at").isoformat()
+        fields["run_at"] = checks.check_time(job.run_at, "run_at").isoformat()
     if job.delay is not None:
-        fields["delay"] = _duration(job.delay, "delay")
+        fields["delay"] = checks.to_seconds(job.delay, "delay")
     for field, longest in _TEXT_FIELDS:
         value = getattr(job, field)
         if value is not None:
-            fields[field] = check_name(value, field, longest)
+            fields[field] = checks.check_name(value, field, longest)
     return fields
 
 
@@ -333,24 +222,24 @@ def _encode_common(
     job_type: str, queue: str, priority: int, max_attempts: int, keep: Seconds | None
 ) -> dict[str, Any]:
     """What the jobs of one task have in common, checked once."""
-    fields: dict[str, Any] = {"job_type": check_name(job_type, "job_type")}
+    fields: dict[str, Any] = {"job_type": checks.check_name(job_type, "job_type")}
     # The database has the same defaults; what is not sent need not be parsed.
-    if check_name(queue, "queue") != "default":
+    if checks.check_name(queue, "queue") != "default":
         fields["queue"] = queue
-    if check_integer(priority, "priority", *PRIORITY_RANGE) != 100:
+    if checks.check_integer(priority, "priority", *PRIORITY_RANGE) != 100:
         fields["priority"] = int.__index__(priority)
-    if check_integer(max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT) != 3:
+    if checks.check_integer(max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT) != 3:
         fields["max_attempts"] = int.__index__(max_attempts)
     if keep is not None:
-        fields["keep"] = f"{_duration(keep, 'keep'):f} seconds"
+        fields["keep"] = f"{checks.to_seconds(keep, 'keep'):f} seconds"
     return fields
 
 
 _TEXT_FIELDS = (
     ("idempotency_key", KEY_LIMIT),
     ("ordering_key", KEY_LIMIT),
-    ("request_id", NAME_LIMIT),
-    ("traceparent", NAME_LIMIT),
+    ("request_id", checks.NAME_LIMIT),
+    ("traceparent", checks.NAME_LIMIT),
 )
 
 

@@ -20,7 +20,7 @@ import psycopg_pool
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import tuple_row
 
-from howdah import borrowed, config, migrate, payload
+from howdah import borrowed, checks, config, migrate
 from howdah.drivers import (
     POOL_SIZE,
     RETRY_PAUSE,
@@ -75,7 +75,7 @@ class Store:
         self._database = database
         self._schema = schema
         self._create = create
-        self._timeout = payload.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
+        self._timeout = checks.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
         self._command_timeout = command_timeout
         self._lock = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Any] | None = None

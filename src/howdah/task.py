@@ -21,7 +21,7 @@ from uuid import UUID
 
 import msgspec
 
-from howdah import payload
+from howdah import checks, payload
 from howdah.arguments import Arguments, decode_result
 from howdah.context import Context, _current
 from howdah.errors import InvalidJob, InvalidOption, JobCancelled, JobFailed, ResultTimeout
@@ -262,22 +262,15 @@ def task_options(
         "result_limit": (0, 2**30),
     }
     for option, (low, high) in limits.items():
-        checked(payload.check_integer, others[option], option, low, high)
-    checked(payload.check_name, others["queue"], "queue")
+        checks.option(checks.check_integer, others[option], option, low, high)
+    checks.option(checks.check_name, others["queue"], "queue")
     if memory_limit is not None:
-        checked(payload.check_integer, memory_limit, "memory_limit", 1, 2**62)
+        checks.option(checks.check_integer, memory_limit, "memory_limit", 1, 2**62)
     if timeout is not None:
-        timeout = payload.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
+        timeout = checks.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
     if keep is not None:
-        keep = payload.to_timedelta(keep, "keep")
+        keep = checks.to_timedelta(keep, "keep")
     return TaskOptions(timeout=timeout, keep=keep, memory_limit=memory_limit, **others)
-
-
-def checked(check: Callable[..., object], *arguments: Any) -> None:
-    try:
-        check(*arguments)
-    except InvalidJob as error:
-        raise InvalidOption(error.message) from None
 
 
 def executor_of(function: Callable[..., Any], run_in: RunIn | None) -> RunIn:

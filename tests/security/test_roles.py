@@ -14,7 +14,7 @@ from secured import ROLES, Secured, run, succeed
 
 from howdah import App, AsyncJobQueue, JobQueue, NewJob, NotPermitted
 from howdah.lines import COLUMNS
-from howdah.operations import COPY_FROM
+from howdah.new_jobs import COPY_FROM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

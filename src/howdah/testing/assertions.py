@@ -9,7 +9,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from howdah import payload
+from howdah import checks, payload
 from howdah.arguments import to_json
 from howdah.errors import InvalidJob, InvalidOption, did_you_mean
 from howdah.statements import Filters, Statement
@@ -113,7 +113,7 @@ def _wanted(
         if name not in _COMPARED:
             raise InvalidOption(f"assert_enqueued cannot compare the option {name}; leave it out.")
         wanted[f"using {name}"] = (
-            payload.to_timedelta(value, name) if name in ("delay", "keep") else value
+            checks.to_timedelta(value, name) if name in ("delay", "keep") else value
         )
     return wanted
 

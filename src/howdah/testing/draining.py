@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from howdah import payload
+from howdah import checks
 from howdah.errors import HowdahError
 from howdah.outcome import (
     NOT_COMMITTED,
@@ -186,16 +186,16 @@ def _acknowledge(app: App, job: Job, outcome: Outcome) -> Statement[list[UUID]]:
         case Completed(result):
             return statements.complete_jobs(ids, leases, [result])
         case Failed(error, traceback, retry_in):
-            pause = None if retry_in is None else payload.to_timedelta(retry_in, "retry")
+            pause = None if retry_in is None else checks.to_timedelta(retry_in, "retry")
             return statements.fail_jobs(
                 ids, leases, [error], [None], [pause], tracebacks=[traceback]
             )
         case Settled():
             # Refused if the handler's transaction committed; else the attempt has failed.
-            pause = payload.to_timedelta(1, "retry")
+            pause = checks.to_timedelta(1, "retry")
             return statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [pause])
         case Released(delay):
-            return statements.release_jobs(ids, leases, payload.to_timedelta(delay, "delay"))
+            return statements.release_jobs(ids, leases, checks.to_timedelta(delay, "delay"))
         case Cancelled(reason):
             return statements.stop_jobs(ids, leases, [reason])
         case _:

@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from howdah import faults, payload
+from howdah import checks, faults, payload
 from howdah.drivers import is_transient
 from howdah.errors import DatabaseUnreachable
 from howdah.hooks import StateChange
@@ -171,7 +171,7 @@ class Completer:
                     [failure.error for failure in failures],
                     [None] * len(ids),
                     [
-                        None if f.retry_in is None else payload.to_timedelta(f.retry_in, "retry")
+                        None if f.retry_in is None else checks.to_timedelta(f.retry_in, "retry")
                         for f in failures
                     ],
                     elapsed=elapsed,
@@ -185,11 +185,11 @@ class Completer:
                     leases,
                     [NOT_COMMITTED] * n,
                     [None] * n,
-                    [payload.to_timedelta(1, "retry")] * n,
+                    [checks.to_timedelta(1, "retry")] * n,
                 )
             case Released(delay):
                 return self._statements.release_jobs(
-                    ids, leases, payload.to_timedelta(delay, "delay")
+                    ids, leases, checks.to_timedelta(delay, "delay")
                 )
             case Cancelled():
                 reasons = [o.reason for o in outcomes if isinstance(o, Cancelled)]

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import msgspec
 
-from howdah import faults, payload
+from howdah import checks, faults
 from howdah.async_store import AsyncStore
 from howdah.drivers import end_tasks, is_refused
 from howdah.errors import DatabaseUnreachable, InvalidOption
@@ -88,9 +88,9 @@ class Worker:
         )
         self.concurrency = concurrency
         self.processes = processes or os.cpu_count() or 1
-        self.grace = payload.to_timedelta(grace, "grace").total_seconds()
+        self.grace = checks.to_timedelta(grace, "grace").total_seconds()
         self.lease = (
-            app.lease if lease is None else payload.to_timedelta(lease, "lease", minimum=0.001)
+            app.lease if lease is None else checks.to_timedelta(lease, "lease", minimum=0.001)
         )
         self.worker_id = worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}:{uuid4().hex[:6]}"
         self.ready = asyncio.Event()
