@@ -4,15 +4,18 @@ pass the very same run."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from server_faults import KillServer
 
 from howdah.chaos import ledger
 from howdah.chaos.history import History
-from howdah.chaos.run import Load, Run, Verdict
+from howdah.chaos.run import Load, Verdict
+from howdah.chaos.run import perform as play
 from howdah.chaos.scenario import Fault, Place, Scenario
 from howdah.chaos.scenarios import Calm, FaultPoints, KillWorkers, PauseWorkers
 
@@ -52,6 +55,13 @@ class LongPauses(PauseWorkers):
     every = 2.0
 
 
+class CrashServer(KillServer):
+    """The server crashes a few times."""
+
+    name = "crash server"
+    every = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """A build without a guard: how it is made, the run that shows it, and the promise that breaks."""
@@ -76,9 +86,15 @@ NO_FENCE = {
         "j.lease_id = u.lease_id": "true",
     }
 }
+# Between looking and taking there is time for another worker: what it takes is taken once more.
+NO_LOCK = {
+    "claim_job_batch": {"FOR UPDATE SKIP LOCKED))": ")) AND (SELECT pg_sleep(0.05) IS NOT NULL)"}
+}
 BUILDS = [
     Build("the fence of an acknowledgement", "P3", LongPauses, NO_FENCE),
-    Build("the lock of a claim", "P3", edits={"claim_job_batch": {"FOR UPDATE SKIP LOCKED": ""}}),
+    Build("the lock of a claim", "P3", edits=NO_LOCK),
+    # A crash of the server excuses claims that it took back, and no others.
+    Build("the lock of a claim, on a server that crashes", "P3", CrashServer, NO_LOCK),
     Build(
         "leases: rescue goes by age", "P3",
         edits={"lock_stale": {
@@ -139,7 +155,7 @@ BUILDS = [
 
 
 @pytest.fixture
-def perform(tmp_path: Path, database: str) -> Callable[..., tuple[Verdict, History]]:
+def perform(database: str) -> Callable[..., tuple[Verdict, History]]:
     def run(build: Build, *, healthy: bool = False) -> tuple[Verdict, History]:
         crew: dict[str, Any] = {"environment": {"PYTHONPATH": str(HERE)}}
         if not healthy and build.worker:
@@ -154,11 +170,14 @@ def perform(tmp_path: Path, database: str) -> Callable[..., tuple[Verdict, Histo
 
         # Those that never end what they began need not be waited for.
         load = replace(build.load, patience=120) if healthy else build.load
-        run = Run(
-            build.scenario(), Place(database, database), tmp_path, 5, load,
-            sabotage=sabotage, crew=crew,
-        )  # fmt: skip
-        return run.run(), History(ledger.read(tmp_path / ledger.FILE))
+        with tempfile.TemporaryDirectory(prefix="howdah-broken-") as name:
+            directory = Path(name)
+            directory.chmod(0o755)  # the server's account must get in
+            verdict = play(
+                build.scenario(), Place(database, database), directory, 5, load,
+                sabotage=sabotage, crew=crew,
+            )  # fmt: skip
+            return verdict, History(ledger.read(directory / ledger.FILE))
 
     return run
 

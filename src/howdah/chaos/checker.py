@@ -6,6 +6,8 @@ second lease is wrong, for instance, if its claim was answered before the first 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,6 +73,10 @@ class Checker:
         self.database = database
         self.lease = lease
         self._common = sorted((w.begin.t, w.until()) for w in history.common_windows())
+        durable = sorted(history.durable())
+        self._answered = [answered for answered, _ in durable]
+        # Of all that was answered until then, when the last one of it was asked for.
+        self._asked_by = list(itertools.accumulate((asked for _, asked in durable), max))
 
     def check(self) -> list[Finding]:
         """Everything that is wrong, by promise."""
@@ -150,16 +156,41 @@ class Checker:
                     f"{self.lease:g} s was set"
                 )
                 yield Finding("P3", case.id, what, _numbers(first.claim, last, second.claim))
+        yield from self._claimed_at_once(case)
+
+    def _claimed_at_once(self, case: Case) -> Iterator[Finding]:
+        """Two claims under way at the same time, both of which got the job: whichever was first, its
+        lease had not run out when the other one was answered."""
+        for one, other in itertools.combinations(case.leases, 2):
+            a, b = one.claim, other.claim
+            if a is None or b is None or a["asked"] > b.t or b["asked"] > a.t:
+                continue
+            answered = max(a.t, b.t)
+            if any(line.t < answered for line in (*one.invoked, *other.invoked)):
+                continue
+            if self._is_undone(a, b) or self._is_undone(b, a):
+                continue
+            if answered < min(a["asked"], b["asked"]) + self.lease - TICK:
+                yield Finding("P3", case.id, "was given to two claims at once", _numbers(a, b))
 
     def _is_undone(self, first: Line, second: Line) -> bool:
-        """Whether a crash of the server took a claim back, which commits without waiting for the disk: the
-        next one then counts claims from the same number. Such a lease never was, and its fence is void."""
-        return second["claims"] <= first["claims"] and any(
-            window.scope == "server"
-            and first["asked"] < window.until()
-            and window.begin.t < second.t
-            for window in self.history.common_windows()
+        """Whether a crash of the server between the two took the first claim back: the only statement that
+        commits without waiting for the disk. Then the next one counts claims from the same number again,
+        and nothing that was asked for later, and does wait for the disk, can have been answered before the
+        crash, as that would have flushed the claim as well. Such a lease never was, and its fence is void."""
+        if first["durable"] or second["claims"] > first["claims"]:
+            return False
+        return any(
+            first["asked"] < crash.until()
+            and crash.begin.t < second.t
+            and not self._is_flushed(first.t, crash.begin.t)
+            for crash in self.history.crashes()
         )
+
+    def _is_flushed(self, since: float, until: float) -> bool:
+        """Whether something durable was asked for and answered in this time."""
+        count = bisect.bisect_left(self._answered, until)
+        return count > 0 and self._asked_by[count - 1] > since
 
     def stale_writes(self, case: Case) -> Iterator[Finding]:
         """Something accepted under a fence, asked for after a later claim had been answered."""

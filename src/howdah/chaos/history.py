@@ -202,6 +202,19 @@ class History:
                 for job, described in enqueue.jobs():
                     yield job, described, enqueue
 
+    def durable(self) -> Iterator[tuple[float, float]]:
+        """When a statement that waits for the disk was answered, and when it was asked for."""
+        for enqueue in self.enqueues.values():
+            if enqueue.answer is not None and enqueue.outcome == "acknowledged":
+                yield enqueue.answer.t, enqueue.invoked.t
+        for lease in self._leases.values():
+            for line in (*lease.accepted, *lease.beats):
+                yield line.t, line["asked"]
+
+    def crashes(self) -> list[Window]:
+        """When the server lost its memory."""
+        return [w for w in self.windows.values() if w.scope == "server"]
+
     def common_windows(self) -> list[Window]:
         """Faults that hit everybody: of the server and of all connections."""
         return [w for w in self.windows.values() if w.scope in ("connection", "server")]

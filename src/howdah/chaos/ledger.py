@@ -9,7 +9,8 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     enqueue-unknown       call          nobody heard whether it has
     enqueue-refused       call          an error before anything was written
     enqueue-rolled-back   call, ids     written, and undone by the caller's own ROLLBACK
-    claim                 job, fence, attempt, most, claims, type, queue, asked (when the claim was sent)
+    claim                 job, fence, attempt, most, claims, type, queue, asked (when the claim was sent),
+                          durable (whether it waited for the disk)
     announce              job, fence    the worker told the database that it starts the job
     start, effect         job, fence, attempt   the handler began; it did what it is for
     beat                  job, fence, asked     the database extended the lease

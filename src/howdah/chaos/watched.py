@@ -77,7 +77,7 @@ class Notes:
             self._in_trouble = False
             self._ledger.write("well", asked=asked, function=function)
         if function == "claim_job_batch":
-            self._claimed(asked, answer)
+            self._claimed(asked, answer, durable="synchronous_commit" not in statement.text)
         elif function == "extend_jobs":
             self._extended(asked, statement, answer)
         elif function in _ACKNOWLEDGING:
@@ -101,12 +101,13 @@ class Notes:
                     "ack-unknown", job=job, fence=fence, what=what, final=final, asked=asked
                 )
 
-    def _claimed(self, asked: float, jobs: Any) -> None:
+    def _claimed(self, asked: float, jobs: Any, *, durable: bool) -> None:
         for job in jobs:
             self._claims[f"{job.id}{job.lease_id}"] = asked, job.attempts >= job.max_attempts
             self._ledger.write(
                 "claim", job=job.id, fence=job.lease_id, attempt=job.attempts, most=job.max_attempts,
                 claims=job.claims, type=job.job_type, queue=job.queue, asked=asked,
+                durable=durable,
             )  # fmt: skip
 
     def _extended(
