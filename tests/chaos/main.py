@@ -68,7 +68,7 @@ class Misfits(Calm):
 
 def often(scenario: Scenario, every: float) -> Scenario:
     """The same, with another pause between faults."""
-    scenario.every = every  # type: ignore[attr-defined]
+    scenario.every = every
     return scenario
 
 

@@ -3,9 +3,10 @@
     class KillWorkers(Scenario):
         name = "kill workers"
         about = "kill -9 of workers at random"
+        every = 2.0
 
-        def schedule(self, random, seconds):
-            return [Fault(at, "kill worker", {"worker": random.randrange(100)}) for at in …]
+        def draw(self, random):
+            return "kill worker", {"worker": random.randrange(100)}
 
         def strike(self, stage, fault):
             worker = stage.crew.pick(fault.detail["worker"])
@@ -104,6 +105,10 @@ class Scenario:
     """Seconds of load below which it cannot show what it is for."""
     environment: Mapping[str, str] = {}
     """Variables for the workers' and producers' environment."""
+    first: float = 1.0
+    """Seconds until its first fault."""
+    every: float | None = None
+    """Seconds from one fault to the next, more or less."""
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
@@ -113,7 +118,14 @@ class Scenario:
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
         """What happens when. Nothing but `random` may decide it."""
-        return []
+        if self.every is None:
+            return []
+        times = regularly(random, seconds, self.every, self.first)
+        return [Fault(at, *self.draw(random)) for at in times]
+
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        """The name and the particulars of the next fault."""
+        return self.name, {}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         """Make one fault happen, and end."""
@@ -129,8 +141,8 @@ class Scenario:
         return []
 
 
-def regularly(random: Random, seconds: float, every: float, first: float = 1.0) -> Iterator[float]:
-    """Times for faults: about `every` seconds apart, the last one early enough to be recovered from."""
+def regularly(random: Random, seconds: float, every: float, first: float) -> Iterator[float]:
+    """Times for faults, about `every` seconds apart."""
     at = first
     while at < seconds:
         yield round(at, 2)

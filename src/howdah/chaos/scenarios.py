@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from howdah.chaos.scenario import Fault, Scenario, Stage, regularly
+from howdah.chaos.scenario import Fault, Scenario, Stage
 from howdah.faults import POINTS
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ class KillWorkers(Scenario):
     about = "kill -9 of workers at random"
     every = 2.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill worker", {"worker": random.randrange(100)})
-            for at in regularly(random, seconds, self.every)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill worker", {"worker": random.randrange(100)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         worker = stage.crew.pick(fault.detail["worker"])
@@ -57,13 +54,13 @@ class FaultPoints(Scenario):
     every = 2.0
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        points: list[str] = []
-        faults = []
-        for at in regularly(random, seconds, self.every):
-            points = points or random.sample(list(POINTS), len(POINTS))
-            point, count = points.pop(), random.randint(1, 3)
-            faults.append(Fault(at, "kill at fault point", {"point": point, "time": count}))
-        return faults
+        self._left: list[str] = []
+        return super().schedule(random, seconds)
+
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        # Each has had its turn before one has another.
+        self._left = self._left or random.sample(list(POINTS), len(POINTS))
+        return "kill at fault point", {"point": self._left.pop(), "time": random.randint(1, 3)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         point, time = fault.detail["point"], fault.detail["time"]
@@ -89,14 +86,9 @@ class PauseWorkers(Scenario):
     every = 1.0
     at_once = 2
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "pause worker", {
-                "workers": tuple(random.sample(range(100), self.at_once)),
-                "leases": round(random.uniform(1.2, 1.8), 2),
-            })
-            for at in regularly(random, seconds, self.every)
-        ]  # fmt: skip
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        workers = tuple(random.sample(range(100), self.at_once))
+        return "pause worker", {"workers": workers, "leases": round(random.uniform(1.2, 1.8), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         picked = {
@@ -126,11 +118,8 @@ class RollingRestarts(Scenario):
     about = "SIGTERM of one worker after the other"
     every = 3.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "restart worker", {"worker": 0})  # the oldest
-            for at in regularly(random, seconds, self.every)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "restart worker", {"worker": 0}  # the oldest
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         worker = stage.crew.pick(fault.detail["worker"])
@@ -145,13 +134,11 @@ class KillProducers(Scenario):
 
     name = "kill producers"
     about = "kill -9 of producers, in the middle of a transaction at times"
+    first = 2.0
     every = 4.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill producer", {"producer": random.randrange(100)})
-            for at in regularly(random, seconds, self.every, first=2.0)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill producer", {"producer": random.randrange(100)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         producers = stage.crew.producers()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import psycopg
 from builds import newer_build, pointing_to
@@ -22,7 +22,7 @@ from children import until
 from howdah import EXPLICIT, JobQueue
 from howdah.chaos import ledger
 from howdah.chaos.history import History
-from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
+from howdah.chaos.scenario import Fault, Place, Scenario, Stage
 from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
@@ -88,16 +88,14 @@ class WrongClocks(Scenario):
 
     about = "clocks of workers and producers one hour ahead and behind"
     least = 12.0
+    every = 4.0
 
     def __init__(self, seconds: int = HOUR) -> None:
         self.environment = off_by(seconds)
         self.name = f"clocks {'ahead' if seconds > 0 else 'behind'}"
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill worker", {"the next one's clock": random.choice([HOUR, -HOUR, 0])})
-            for at in regularly(random, seconds, every=4, first=1)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill worker", {"the next one's clock": random.choice([HOUR, -HOUR, 0])}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         """One that has jobs in hand dies; another with another clock takes its place."""
@@ -200,12 +198,10 @@ class Stalls(Scenario):
     about = "a handler blocks the event loop past several leases"
     least = 12.0
     workers = 2
+    every = 6.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "stall", {"leases": round(random.uniform(1.5, 3), 1)})
-            for at in regularly(random, seconds, every=6, first=1)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "stall", {"leases": round(random.uniform(1.5, 3), 1)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         seconds = fault.detail["leases"] * stage.lease

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import disturbances
 import psycopg
@@ -15,7 +15,7 @@ from small_disk import Part, SmallDisk, cramped
 from children import until
 from howdah.chaos import ledger
 from howdah.chaos.history import History
-from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
+from howdah.chaos.scenario import Fault, Place, Scenario, Stage
 from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ class DiskFull(Scenario):
     name = "disk full"
     about = "no room for data, then room again"
     least = 16.0
+    first = 3.0
+    every = 12.0
     part: ClassVar[Part] = "data"
     server: EmbeddedServer
     disk: SmallDisk
@@ -150,11 +152,8 @@ class DiskFull(Scenario):
                 conn.execute("CREATE TABLE public.ballast (filler text)")
             yield Place(self.server.url, self.server.url)
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, self.name, {"seconds": round(random.uniform(0.5, 2), 2)})
-            for at in regularly(random, seconds, every=12, first=3)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return self.name, {"seconds": round(random.uniform(0.5, 2), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         in_the_middle(stage)
@@ -195,6 +194,8 @@ class Pooled(Scenario):
     name = "pooler"
     about = "PgBouncer in transaction mode, restarted and killed"
     least = 18.0
+    first = 2.0
+    every = 5.0
     pooler: Pooler
 
     @contextlib.contextmanager
@@ -205,12 +206,9 @@ class Pooled(Scenario):
         ):
             yield Place(self.pooler.url, common.checker, common.schema)
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, random.choice(["restart the pooler", "kill the pooler"]), {"down": down})
-            for at in regularly(random, seconds, every=5, first=2)
-            if (down := round(random.uniform(0, 1), 2)) is not None
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        name = random.choice(["restart the pooler", "kill the pooler"])
+        return name, {"down": round(random.uniform(0, 1), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         in_the_middle(stage)
@@ -229,6 +227,8 @@ class Neighbours(Scenario):
     name = "neighbours"
     about = "a held transaction, a DDL lock, REINDEX, no connection left"
     least = 28.0
+    first = 2.0
+    every = 5.0
     server: EmbeddedServer
     KINDS = (
         "hold a transaction",
@@ -244,12 +244,12 @@ class Neighbours(Scenario):
             yield Place(self.server.url, self.server.url)
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        kinds = list(self.KINDS)
-        random.shuffle(kinds)
-        return [
-            Fault(at, kinds[n % len(kinds)], {"seconds": round(random.uniform(1, 3.5), 2)})
-            for n, at in enumerate(regularly(random, seconds, every=5, first=2))
-        ]
+        self._left: list[str] = []
+        return super().schedule(random, seconds)
+
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        self._left = self._left or random.sample(self.KINDS, len(self.KINDS))
+        return self._left.pop(), {"seconds": round(random.uniform(1, 3.5), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         url, seconds = stage.place.checker, fault.detail["seconds"]
