@@ -1,6 +1,7 @@
 """The ledger: what producers, workers and the fault driver saw, one JSON object a line, in one file that all
-of them append to. Each line is one `write` on a descriptor opened with O_APPEND, so lines of processes that
-are killed are there whole or not at all. Times are CLOCK_MONOTONIC, which processes of one host share.
+of them append to. Each line is one `write` on a descriptor opened with O_APPEND, so no two lines mix. A process
+that is killed in the middle of a `write` may leave the beginning of a line, where that crosses a page: it is
+passed over, as if the process had died before it. Times are CLOCK_MONOTONIC, which processes of one host share.
 
 Kinds of lines and what they carry besides `t`, `pid` and `kind`:
 
@@ -74,7 +75,8 @@ class Ledger:
         """Append a line; gives its time."""
         now = time.monotonic()
         line = {"t": now, "pid": os.getpid(), "kind": kind, **(fields or {}), **more}
-        os.write(self._file, _encoder.encode(line) + b"\n")
+        # The newline goes first, so that a beginning which somebody left stays a line of its own.
+        os.write(self._file, b"\n" + _encoder.encode(line))
         return now
 
     def close(self) -> None:
@@ -89,11 +91,14 @@ def from_environment() -> Ledger | None:
 
 
 def read(path: Path | str) -> list[Line]:
-    """Every line, in the order of the file. A line that is not whole is an error: nobody may write one."""
-    lines = []
+    """Every line that is whole, in the order of the file."""
     with open(path, "rb") as file:
-        for number, text in enumerate(file, 1):
-            fields = msgspec.json.decode(text)
-            head = fields.pop("t"), fields.pop("pid"), fields.pop("kind")
-            lines.append(Line(number, *head, fields))
-    return lines
+        return [line for number, text in enumerate(file, 1) if (line := _line(number, text))]
+
+
+def _line(number: int, text: bytes) -> Line | None:
+    try:
+        fields = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None  # the first line, or a beginning
+    return Line(number, fields.pop("t"), fields.pop("pid"), fields.pop("kind"), fields)
