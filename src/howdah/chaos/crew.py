@@ -215,11 +215,6 @@ class Crew:
         """The living producers."""
         return self.children("producer")
 
-    def pick(self, number: int) -> Child | None:
-        """One of the workers that work now, by a number that the schedule drew."""
-        working = [worker for worker in self.workers() if worker.ready]
-        return working[number % len(working)] if working else None
-
     def logs(self) -> list[Path]:
         """The logs of every process there was."""
         return [child.log for child in self._children]

@@ -54,6 +54,10 @@ class Producer:
         self._calls = itertools.count(1)
         self._tags = itertools.count(1)
         self._next = dict.fromkeys((f"key-{number}-{k}" for k in range(KEYS)), 0)
+        # Each has its turn, and no two producers begin with the same one.
+        self._misfits = itertools.cycle(
+            MISFITS[number % len(MISFITS) :] + MISFITS[: number % len(MISFITS)]
+        )
         self._backlog = backlog
         self._looked = 0.0
         self.stopping = False
@@ -146,7 +150,7 @@ class Producer:
 
     def misfit(self) -> int:
         """A handler that should never have been written."""
-        return self._enqueue([self._job(self._random.choice(MISFITS), max_attempts=2)])
+        return self._enqueue([self._job(next(self._misfits), max_attempts=2)])
 
     def transaction(self) -> int:
         """In a transaction of the caller's own, which now and then is rolled back."""

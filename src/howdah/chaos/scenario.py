@@ -23,18 +23,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import psycopg
+
+from howdah.chaos import hits
+from howdah.statements import quote_schema
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from random import Random
 
     from howdah.chaos.checker import Finding
-    from howdah.chaos.crew import Crew
+    from howdah.chaos.crew import Child, Crew
+    from howdah.chaos.history import History
     from howdah.chaos.ledger import Ledger
 
+BUSY = 3
+"""Jobs in hand that make a worker worth a fault."""
+BUSY_PATIENCE = 5.0
 _numbers = itertools.count(1)
 
 
@@ -61,6 +71,13 @@ class Place:
     """A URL straight to the server, for the checker and for looking."""
     schema: str = "howdah"
 
+    def connect(self) -> psycopg.Connection[Any]:
+        """A connection for looking, which does not wait long."""
+        return psycopg.connect(
+            self.checker, autocommit=True, connect_timeout=5, prepare_threshold=None,
+            options="-c statement_timeout=5s" if "options" not in self.checker else None,
+        )  # fmt: skip
+
 
 @dataclass(slots=True)
 class Stage:
@@ -80,6 +97,33 @@ class Stage:
     def sleep(self, seconds: float) -> bool:
         """Wait, unless the run ends before that; whether it did."""
         return self.stopping.wait(seconds)
+
+    def in_hand(self) -> dict[int, int]:
+        """How many jobs each worker has claimed, by process id. Nobody knows while the server is away."""
+        query = (
+            "SELECT split_part(worker_id, ':', 2)::int, count(*) "
+            f"FROM {quote_schema(self.place.schema)}.live_jobs "
+            "WHERE status = 'claimed' AND lease_expires_at > clock_timestamp() GROUP BY 1"
+        )
+        with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
+            return dict(conn.execute(query.encode()).fetchall())
+        return {}
+
+    def await_busy(self, patience: float = BUSY_PATIENCE) -> list[Child]:
+        """The workers that have jobs in hand, oldest first, as soon as there are some: a fault that finds
+        nobody in the middle shows nothing."""
+        give_up = time.monotonic() + patience
+        while True:
+            jobs = self.in_hand()
+            busy = [worker for worker in self.crew.workers() if jobs.get(worker.pid, 0) >= BUSY]
+            late = time.monotonic() > give_up or not self.crew.producers()
+            if busy or late or self.sleep(0.02):
+                return busy
+
+    def pick(self, number: int) -> Child | None:
+        """One of those, by a number that the schedule drew."""
+        busy = self.await_busy()
+        return busy[number % len(busy)] if busy else None
 
     @contextlib.contextmanager
     def fault(self, name: str, *, scope: str, **fields: Any) -> Iterator[None]:
@@ -134,6 +178,12 @@ class Scenario:
     def findings(self, stage: Stage) -> list[str]:
         """What is wrong that the common checker cannot know, as sentences. Called after the run."""
         return []
+
+    def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
+        """What the run was to show and did not, as sentences: `planned` are the names of its faults, each
+        of which must have found a job in the middle."""
+        hit = hits.count(history, lease)
+        return [f'no "{name}" hit a job in the middle' for name in planned if not hit.get(name)]
 
     def excused(self, stage: Stage, findings: Sequence[Finding]) -> Sequence[Finding]:
         """Those of the checker's findings that the fault was bound to bring about, and proof of it is at

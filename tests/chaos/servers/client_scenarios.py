@@ -10,7 +10,6 @@ import sys
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import psycopg
 from builds import newer_build, pointing_to
 from clock import HOUR, off_by
 from cuts import CALLS, Cutter, schedule
@@ -23,14 +22,11 @@ from howdah import EXPLICIT, JobQueue
 from howdah.chaos import ledger
 from howdah.chaos.history import History
 from howdah.chaos.scenario import Fault, Place, Scenario, Stage
-from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
     from uuid import UUID
-
-    from howdah.chaos.crew import Child
 
 
 FEWEST = 100
@@ -99,25 +95,13 @@ class WrongClocks(Scenario):
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         """One that has jobs in hand dies; another with another clock takes its place."""
-        victim = while_loaded(stage, lambda: _busiest(stage))
+        while_loaded(stage, lambda: sum(worker.ready for worker in stage.crew.workers()) >= 3)
+        victim = stage.pick(0)
         if victim is not None:
             with stage.fault(fault.name, scope="worker", target=victim.pid):
                 victim.kill()
                 victim.wait(30)
             stage.crew.start_worker(**off_by(fault.detail["the next one's clock"]))
-
-
-def _busiest(stage: Stage) -> Child | None:
-    """The worker that has most jobs in hand, if enough others have started to do without it."""
-    if sum(worker.ready for worker in stage.crew.workers()) < 3:
-        return None
-    query = (
-        f"SELECT split_part(worker_id, ':', 2)::int FROM {quote_schema(stage.place.schema)}.live_jobs "
-        "WHERE status = 'claimed' GROUP BY 1 ORDER BY count(*) DESC"
-    )
-    with psycopg.connect(stage.place.checker, autocommit=True) as conn:
-        busy = [pid for (pid,) in conn.execute(query.encode())]
-    return next((w for pid in busy for w in stage.crew.workers() if w.pid == pid), None)
 
 
 # A release that changes what old workers use: columns of both tables, and a function that every worker

@@ -16,7 +16,6 @@ from children import until
 from howdah.chaos import ledger
 from howdah.chaos.history import History
 from howdah.chaos.scenario import Fault, Place, Scenario, Stage
-from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,14 +38,6 @@ def while_loaded(stage: Stage, condition: Callable[[], T | None]) -> T | None:
     return None
 
 
-def in_the_middle(stage: Stage, jobs: int = 3) -> None:
-    """Wait until workers have some jobs in hand, lest the fault hits nobody."""
-    table = f"{quote_schema(stage.place.schema)}.live_jobs"
-    query = f"SELECT count(*) >= {jobs} FROM {table} WHERE status = 'claimed'"
-    with psycopg.connect(stage.place.checker, autocommit=True) as conn:
-        while_loaded(stage, lambda: (conn.execute(query.encode()).fetchone() or [None])[0])
-
-
 class FailOver(Scenario):
     """The primary's machine dies in the middle; its synchronous standby takes over."""
 
@@ -66,7 +57,6 @@ class FailOver(Scenario):
         return [Fault(round(seconds * random.uniform(0.4, 0.6), 2), "fail over")]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        in_the_middle(stage)
         with stage.fault(fault.name, scope="server"):
             self.pair.fail_over()
 
@@ -107,7 +97,7 @@ class FailOverWithLoss(FailOver):
         known = _acknowledged(stage)
         while_loaded(stage, lambda: _acknowledged(stage) - known)
         stage.sleep(fault.detail["behind"])
-        in_the_middle(stage)
+        stage.await_busy()
         with stage.fault(fault.name, scope="server"):
             self.pair.promote()
             at_promotion = self.pair.jobs_of(self.pair.standby)
@@ -156,7 +146,6 @@ class DiskFull(Scenario):
         return self.name, {"seconds": round(random.uniform(0.5, 2), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        in_the_middle(stage)
         with stage.fault(fault.name, scope="server"):
             self.disk.fill()
             until(self._is_full, "the server is out of room")
@@ -211,7 +200,6 @@ class Pooled(Scenario):
         return name, {"down": round(random.uniform(0, 1), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        in_the_middle(stage)
         with stage.fault(fault.name, scope="connection"):
             if fault.name.startswith("kill"):
                 self.pooler.kill()
@@ -253,7 +241,6 @@ class Neighbours(Scenario):
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         url, seconds = stage.place.checker, fault.detail["seconds"]
-        in_the_middle(stage)
         match fault.name:
             case "hold a transaction":
                 # It may disturb nobody: the ledger has it as a fault of the one who holds it.
