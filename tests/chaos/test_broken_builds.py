@@ -37,7 +37,7 @@ class KillAfterClaim(FaultPoints):
     name = "kill after claim"
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        detail = {"point": "after-claim", "time": 1}
+        detail = {"points": ("after-claim",), "time": 1}
         return [Fault(at, "kill at fault point", detail) for at in (0.5, 2.0, 3.5, 5.0)]
 
 
@@ -125,6 +125,13 @@ BUILDS = [
         "recovery", "P9", KillOne,
         script="UPDATE maintenance SET due_at = 'infinity' WHERE duty IN ('recover', 'sweep')",
         load=Load(seconds=7, rate=120, workers=3, lease=2, patience=20, backlog=400),
+    ),
+    Build(
+        "claims that go on", "P9",
+        edits={"claim_job_batch": {
+            "\nBEGIN\n": "\nBEGIN\n    IF (SELECT count(*) > 200 FROM finished_jobs) THEN RETURN; END IF;\n",
+        }},
+        load=Load(seconds=7, rate=120, workers=3, lease=2, patience=4, backlog=400),
     ),
     Build(
         "the order of a lane", "P7",

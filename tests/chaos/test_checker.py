@@ -184,7 +184,7 @@ def test_a_lease_that_was_extended_is_live_for_longer() -> None:
     beat = Line(99, 3.1, 10, "beat", {"job": JOB, "fence": "a", "asked": 3.0})
     assert story.broken() == ["P8"]  # one began, and two attempts are gone
     story.lines.append(beat)
-    assert story.broken() == ["P3"]
+    assert story.broken() == ["P3", "P8"]
 
 
 @pytest.mark.parametrize(("asked", "broken"), [(5.2, ["P3"]), (4.9, [])])
@@ -210,6 +210,14 @@ def test_an_attempt_that_a_neighbour_burned() -> None:
     assert story.row(fence="b", attempts=2).broken() == ["P8"]
 
 
+def test_a_lease_that_was_given_back_used_no_attempt() -> None:
+    story = Story().enqueue(0, JOB).claim(1, "a").ack(1.2, "a", what="release", final=False)
+    story.claim(2, "b", 11).work(2.1, "b", 11).ack(2.3, "b", 11)
+    assert story.row(fence="b").broken() == []
+    story.rows.clear()
+    assert story.row(fence="b", attempts=2).broken() == ["P8"]
+
+
 def test_a_rolled_back_enqueue_that_is_there_or_ran() -> None:
     assert Story().enqueue(0, JOB, outcome="rolled-back").broken() == []
     assert Story().enqueue(0, JOB, outcome="rolled-back").row("pending", None).broken() == ["P5"]
@@ -227,6 +235,19 @@ def test_a_run_that_nothing_explains() -> None:
     story.claim(5, "b", 11, claims=2, attempt=2).work(5.1, "b", 11).ack(5.3, "b", 11)
     assert story.row(fence="b", attempts=2).broken() == ["P6"]
     assert killed(story, 1.5).broken() == []
+
+
+@pytest.mark.parametrize(
+    ("scope", "seconds", "broken"),
+    [("connection", 0.1, []), ("delay", 3, []), ("delay", 0.3, ["P6"]), ("neighbour", 3, ["P6"])],
+)
+def test_what_explains_a_second_run(scope: str, seconds: float, broken: list[str]) -> None:
+    fault = {"fault": 5, "name": "what happens", "scope": scope}
+    story = Story().enqueue(0, JOB).claim(1, "a").line(1.1, "start", job=JOB, fence="a", attempt=1)
+    story.line(1.2, "fault", 1, phase="begin", **fault)
+    story.line(1.2 + seconds, "fault", 1, phase="end", **fault)
+    story.claim(5, "b", 11, claims=2, attempt=2).work(5.1, "b", 11).ack(5.3, "b", 11)
+    assert story.row(fence="b", attempts=2).broken() == broken
 
 
 def test_rows_that_are_written_exactly_once() -> None:
@@ -285,6 +306,37 @@ def test_a_row_that_a_paused_worker_has_locked_is_its_own_until_it_goes_on() -> 
     assert story.broken() == []
     story.line(3, "fault", 1, phase="end", **pause)
     assert story.broken() == ["P9"]
+
+
+def standstill(*due: int) -> Story:
+    """A worker is ready, and after the only job there was so many are due, second by second."""
+    story = plain().row().line(0, "ready", 1, child=10, role="worker")
+    for second, count in enumerate(due, 2):
+        story.line(second, "sample", 1, pending=count, due=count, claimed=0, finished=1)
+    return story
+
+
+def test_jobs_are_due_and_nobody_claims() -> None:
+    assert standstill(3, 3, 3, 3, 3, 3, 3).broken() == ["P9"]
+    assert standstill(3, 3, 3, 3, 3, 3).broken() == []  # five seconds are allowed
+    assert standstill(3, 3, 3, 0, 3, 3, 3).broken() == []
+    # One is claimed in between, and none of those that are due.
+    busy = standstill(3, 3, 3, 3, 3, 3, 3).enqueue(0, "job-2").claim(4.5, "c", 10, "job-2")
+    busy.work(4.6, "c", 10, "job-2").ack(4.8, "c", 10, "job-2")
+    assert busy.row(job="job-2", fence="c").broken() == []
+
+
+def test_nobody_claims_while_something_keeps_them_from_it() -> None:
+    due = (3,) * 7
+    gone = standstill(*due).line(2.5, "exit", 1, child=10, role="worker", code=0)
+    assert gone.broken() == []
+    for scope, broken in (("delay", []), ("connection", []), ("neighbour", ["P9"])):
+        fault = {"fault": 5, "name": "what happens", "scope": scope}
+        story = standstill(*due).line(3, "fault", 1, phase="begin", **fault)
+        assert story.line(3.5, "fault", 1, phase="end", **fault).broken() == broken
+    paused = {"fault": 5, "name": "pause worker", "scope": "worker", "target": 10}
+    story = standstill(*due).line(3, "fault", 1, phase="begin", **paused)
+    assert story.line(4, "fault", 1, phase="end", **paused).broken() == []
 
 
 def test_a_worker_that_does_not_find_back() -> None:

@@ -211,17 +211,9 @@ class History:
             for line in (*lease.accepted, *lease.beats):
                 yield line.t, line["asked"]
 
-    def crashes(self) -> list[Window]:
-        """When the server lost its memory."""
-        return [w for w in self.windows.values() if w.scope == "server"]
-
-    def common_windows(self) -> list[Window]:
-        """Faults that hit everybody: of the server and of all connections."""
-        return [w for w in self.windows.values() if w.scope in ("connection", "server")]
-
-    def worker_windows(self) -> list[Window]:
-        """Faults of single processes."""
-        return [w for w in self.windows.values() if w.scope == "worker"]
+    def windows_of(self, *scopes: str) -> list[Window]:
+        """Faults of these kinds."""
+        return [window for window in self.windows.values() if window.scope in scopes]
 
     def in_flight(self, worker: int, at: float) -> list[Lease]:
         """What a worker had claimed then and not yet parted with."""

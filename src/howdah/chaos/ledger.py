@@ -19,7 +19,7 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     ack-accepted, ack-refused, ack-unknown          job, fence, what, final, asked
     trouble               asked         a worker's statement failed, as the database could not be reached
     well                  asked, function   one was answered, late or after trouble
-    fault                 fault, name, phase ("begin" or "end"), scope ("worker", "connection", "server"),
+    fault                 fault, name, phase ("begin" or "end"), scope (see `Stage.fault`),
                           target (a process id), …
     ready, exit           child, role, code     a worker said that it works; a process ended
     overdue               job, fence, seconds   a lease ran out so long ago and nobody took the job back

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 BUSY = 3
 """Jobs in hand that make a worker worth a fault."""
 BUSY_PATIENCE = 5.0
+HEARD = 0.05
+"""Seconds after which a worker has surely heard of what it claimed."""
 _numbers = itertools.count(1)
 
 
@@ -98,15 +100,17 @@ class Stage:
         """Wait, unless the run ends before that; whether it did."""
         return self.stopping.wait(seconds)
 
-    def in_hand(self) -> dict[int, int]:
-        """How many jobs each worker has claimed, by process id. Nobody knows while the server is away."""
+    def in_hand(self, since: float = 0.0) -> dict[int, int]:
+        """How many jobs each worker has had for so many seconds, by process id. Nobody knows while the
+        server is away."""
         query = (
             "SELECT split_part(worker_id, ':', 2)::int, count(*) "
             f"FROM {quote_schema(self.place.schema)}.live_jobs "
-            "WHERE status = 'claimed' AND lease_expires_at > clock_timestamp() GROUP BY 1"
+            "WHERE status = 'claimed' AND lease_expires_at > clock_timestamp() "
+            "AND claimed_at <= clock_timestamp() - make_interval(secs => %s) GROUP BY 1"
         )
         with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
-            return dict(conn.execute(query.encode()).fetchall())
+            return dict(conn.execute(query.encode(), [since]).fetchall())
         return {}
 
     def await_busy(self, patience: float = BUSY_PATIENCE) -> list[Child]:
@@ -114,7 +118,7 @@ class Stage:
         nobody in the middle shows nothing."""
         give_up = time.monotonic() + patience
         while True:
-            jobs = self.in_hand()
+            jobs = self.in_hand(HEARD)
             busy = [worker for worker in self.crew.workers() if jobs.get(worker.pid, 0) >= BUSY]
             late = time.monotonic() > give_up or not self.crew.producers()
             if busy or late or self.sleep(0.02):
@@ -127,9 +131,15 @@ class Stage:
 
     @contextlib.contextmanager
     def fault(self, name: str, *, scope: str, **fields: Any) -> Iterator[None]:
-        """A fault while the block lasts, in the ledger. `scope` is "worker" for one process, named by
-        `target=pid`; "connection" where everybody's connections break and the server stays; "server"
-        where the server itself is gone, stalled or another one."""
+        """A fault while the block lasts, in the ledger. `scope` says what it may do, and the checker
+        excuses nothing else:
+
+            worker, producer   whatever befalls one process, named by `target=pid`
+            neighbour          nothing: it happens in the same database and may disturb nobody
+            delay              keep everybody waiting; no statement fails, nothing is undone
+            connection         let statements fail, of which nobody knows whether they were committed
+            server             the same, and take back what had not been flushed: it crashes
+        """
         number = next(_numbers)
         self.ledger.write("fault", fields, fault=number, name=name, scope=scope, phase="begin")
         try:

@@ -24,7 +24,7 @@ from howdah.chaos.history import History
 from howdah.chaos.scenario import Fault, Place, Scenario, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from uuid import UUID
 
@@ -63,6 +63,9 @@ class CutCommits(Scenario):
         while not self.cutter.is_done and stage.crew.producers():
             stage.sleep(0.1)
         self.cutter.end()
+
+    def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
+        return super().missed(history, [f"cut {called}" for called in CALLS], lease)
 
     def findings(self, stage: Stage) -> list[str]:
         counts = self.cutter.counts()
@@ -143,9 +146,10 @@ class RollingUpgrade(Scenario):
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         if fault.name == "migrate":
-            # No leniency: a migration of which the workers notice nothing is what is promised.
             self.old = frozenset(worker.pid for worker in stage.crew.workers())
-            migrate(stage, self.build)
+            # A migration of which the workers notice nothing is what is promised.
+            with stage.fault(fault.name, scope="neighbour"):
+                migrate(stage, self.build)
             return
         new = stage.crew.start_worker(**pointing_to(self.build))
         until(lambda: new.ready or not new.alive, "a worker of the next release started")

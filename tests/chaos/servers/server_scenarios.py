@@ -129,6 +129,8 @@ class DiskFull(Scenario):
     first = 3.0
     every = 12.0
     part: ClassVar[Part] = "data"
+    scope: ClassVar[str] = "connection"
+    """Statements fail; the server stays."""
     server: EmbeddedServer
     disk: SmallDisk
 
@@ -146,7 +148,7 @@ class DiskFull(Scenario):
         return self.name, {"seconds": round(random.uniform(0.5, 2), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        with stage.fault(fault.name, scope="server"):
+        with stage.fault(fault.name, scope=self.scope):
             self.disk.fill()
             until(self._is_full, "the server is out of room")
             stage.sleep(fault.detail["seconds"])
@@ -175,6 +177,7 @@ class WalFull(DiskFull):
     name = "WAL full"
     about = "no room for the WAL: the server panics; then room again"
     part = "wal"
+    scope = "server"
 
 
 class Pooled(Scenario):
@@ -243,28 +246,30 @@ class Neighbours(Scenario):
         url, seconds = stage.place.checker, fault.detail["seconds"]
         match fault.name:
             case "hold a transaction":
-                # It may disturb nobody: the ledger has it as a fault of the one who holds it.
                 with (
-                    disturbances.held_transaction(url) as pid,
-                    stage.fault(fault.name, scope="worker", target=pid),
+                    disturbances.held_transaction(url),
+                    stage.fault(fault.name, scope="neighbour"),
                 ):
                     stage.sleep(seconds)
             case "lock for DDL":
                 with (
-                    stage.fault(fault.name, scope="server"),
+                    stage.fault(fault.name, scope="delay"),
                     disturbances.ddl_lock(url) as pid,
                 ):
                     while_loaded(stage, lambda: disturbances.waiting_for(url, pid))
                     stage.sleep(seconds)
             case "no connection left":
                 with (
-                    stage.fault(fault.name, scope="server"),
+                    stage.fault(fault.name, scope="connection"),
                     disturbances.no_connection_left(url),
                 ):
                     stage.sleep(seconds)
+            case "REINDEX":
+                with stage.fault(fault.name, scope="delay"):
+                    disturbances.reindex(url, concurrently=False)
             case _:
-                with stage.fault(fault.name, scope="server"):
-                    disturbances.reindex(url, concurrently=fault.name.endswith("CONCURRENTLY"))
+                with stage.fault(fault.name, scope="neighbour"):
+                    disturbances.reindex(url, concurrently=True)
 
     def findings(self, stage: Stage) -> list[str]:
         if disturbances.indexes_are_valid(stage.place.checker):
