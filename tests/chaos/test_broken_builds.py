@@ -16,11 +16,11 @@ from howdah.chaos import ledger
 from howdah.chaos.history import History
 from howdah.chaos.run import Load, Verdict
 from howdah.chaos.run import perform as play
-from howdah.chaos.scenario import Fault, Place, Scenario
+from howdah.chaos.scenario import Place, Scenario
 from howdah.chaos.scenarios import Calm, FaultPoints, KillWorkers, PauseWorkers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from random import Random
 
     import psycopg
@@ -35,10 +35,12 @@ class KillAfterClaim(FaultPoints):
     """Workers die with jobs that they have claimed and not begun."""
 
     name = "kill after claim"
+    first = 0.5
+    every = 1.5
+    least = 7.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        detail = {"points": ("after-claim",), "time": 1}
-        return [Fault(at, "kill at fault point", detail) for at in (0.5, 2.0, 3.5, 5.0)]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill at fault point", {"points": ("after-claim",), "time": 1}
 
 
 class KillOne(KillWorkers):
