@@ -77,6 +77,7 @@ class Build:
     worker: str = ""
     """How the worker is broken."""
     producer: bool = False
+    bare: bool = False
     load: Load = LOAD
 
 
@@ -107,6 +108,7 @@ BUILDS = [
         script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
     ),
     Build("work: it is acknowledged first", "P6", worker="acknowledge first"),
+    Build("work: a bare queue acknowledges first", "P6", bare=True),
     Build("one transaction for row and completion", "P6", worker="two transactions"),
     Build(
         "the cap on attempts", "P4",
@@ -172,6 +174,8 @@ def perform(database: str) -> Callable[..., tuple[Verdict, History]]:
             crew["environment"]["HOWDAH_BROKEN"] = build.worker
         if not healthy and build.producer:
             crew["producer"] = "broken_producer"
+        if not healthy and build.bare:
+            crew["bare"] = "broken_bare"
 
         def sabotage(conn: psycopg.Connection[Any], schema: str) -> None:
             if not healthy:
@@ -216,7 +220,7 @@ def test_a_build_that_lacks_a_guard_is_caught(
     perform: Callable[..., tuple[Verdict, History]], build: Build
 ) -> None:
     verdict, history = perform(build)
-    if build.worker or build.producer:
+    if build.worker or build.producer or build.bare:
         assert any(note["text"].startswith("broken: ") for note in history.notes)
     assert build.promise in verdict.broken(), (verdict.broken(), verdict.notes, verdict.hits)
     proofs = [finding for finding in verdict.findings if finding.promise == build.promise]

@@ -151,7 +151,7 @@ class History:
                 else:
                     self.windows[line["fault"]].end = line
             case "ready":
-                if line["role"] != "producer":
+                if line["role"] not in ("producer", "bare"):
                     self.ready[line["child"]] = line
             case "exit":
                 self.exits[line["child"]] = line

@@ -24,7 +24,7 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     ready, exit           child, role, code     a worker said that it works; a process ended
     overdue               job, fence, seconds   a lease ran out so long ago and nobody took the job back
     note                  text          anything else worth knowing
-    sample                pending, due, claimed, finished
+    sample                pending, due (for any worker: without those of bare queues), claimed, finished
 """
 
 from __future__ import annotations

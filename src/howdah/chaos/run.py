@@ -15,7 +15,7 @@ import psycopg
 from howdah.chaos import hits
 from howdah.chaos import ledger as ledgers
 from howdah.chaos.checker import Checker, Finding
-from howdah.chaos.crew import EFFECTS, ChaosError, Crew
+from howdah.chaos.crew import BARE, EFFECTS, ChaosError, Crew
 from howdah.chaos.history import Database, History, Row
 from howdah.chaos.producer import PRIORITIES
 from howdah.chaos.scenario import Fault, Scenario, Stage
@@ -33,11 +33,12 @@ SAMPLE = 0.5
 CONCURRENCY = 16
 GRACE = 5.0
 OVERDUE = 5.0
-LANES = ("chaos.quick", "chaos.nap", "chaos.thread")
+LANES = ("chaos.quick", "chaos.nap", "chaos.thread", BARE)
 _SAMPLES = """
     SELECT (SELECT count(*) FROM {s}.live_jobs WHERE status = 'pending'),
            (SELECT count(*) FROM {s}.live_jobs
-            WHERE status = 'pending' AND blockers = 0 AND run_at < clock_timestamp()),
+            WHERE status = 'pending' AND blockers = 0 AND run_at < clock_timestamp()
+              AND job_type <> '{bare}'),
            (SELECT count(*) FROM {s}.live_jobs WHERE status = 'claimed'),
            (SELECT count(*) FROM {s}.finished_jobs)
 """
@@ -63,6 +64,8 @@ class Load:
     producers: int = 2
     workers: int | None = None
     """None: as many as the scenario asks for."""
+    bare: int = 1
+    """Workers with a loop of their own on a bare queue."""
     lease: float = 2.0
     misfits: bool = False
     """With handlers that kill their worker, stall it, fork, crash and eat up memory."""
@@ -159,10 +162,11 @@ class Run:
             self.place, self.directory, Random(self.seed), self.ledger, crew, self.load.lease  # noqa: S311
         )  # fmt: skip
         try:
-            crew.man(self.load.workers or self.scenario.workers)
+            crew.man(self.load.workers or self.scenario.workers, self.load.bare)
             self._produce(crew)
             drained = self._strike(stage)
             crew.dismiss("worker")
+            crew.dismiss("bare")
         finally:
             stage.stopping.set()
             crew.close()
@@ -191,6 +195,7 @@ class Run:
         each = self.load.rate / self.load.producers
         options = ["--misfits"] if self.load.misfits else []
         options += ["--processes"] if self.load.processes else []
+        options += ["--bare"] if self.load.bare else []
         crew.produce(
             self.load.producers, "--seed", str(self.seed), "--rate", str(each),
             "--backlog", str(self.load.backlog), *options,
@@ -252,7 +257,7 @@ class Run:
             try:
                 if conn is None or conn.closed:
                     conn = self.place.connect()
-                row = conn.execute(_SAMPLES.format(s=self._schema).encode()).fetchone()
+                row = conn.execute(_SAMPLES.format(s=self._schema, bare=BARE).encode()).fetchone()
                 for job, fence, seconds in conn.execute(
                     _OVERDUE.format(s=self._schema).encode(), (OVERDUE,)
                 ).fetchall():

@@ -119,7 +119,8 @@ class Stage:
         give_up = time.monotonic() + patience
         while True:
             jobs = self.in_hand(HEARD)
-            busy = [worker for worker in self.crew.workers() if jobs.get(worker.pid, 0) >= BUSY]
+            there = self.crew.workers() + self.crew.children("bare")
+            busy = [worker for worker in there if jobs.get(worker.pid, 0) >= BUSY]
             late = time.monotonic() > give_up or not self.crew.producers()
             if busy or late or self.sleep(0.02):
                 return busy

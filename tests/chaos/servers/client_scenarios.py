@@ -160,11 +160,10 @@ class RollingUpgrade(Scenario):
                 until(lambda: not old[0].alive, "the old worker left")
 
     def findings(self, stage: Stage) -> list[str]:
-        workers = History(ledger.read(stage.ledger.path)).by_worker()
-        lines = [
-            f"worker {pid} of the last release never worked" for pid in self.old - set(workers)
-        ]
-        if not set(workers) - self.old:
+        history = History(ledger.read(stage.ledger.path))
+        workers = history.by_worker().keys() & history.ready.keys()
+        lines = [f"worker {pid} of the last release never worked" for pid in self.old - workers]
+        if not workers - self.old:
             lines.append("no worker of the next release has worked")
         return lines
 
