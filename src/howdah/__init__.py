@@ -8,6 +8,7 @@ from howdah.app import App
 from howdah.async_queue import AsyncJobQueue
 from howdah.context import Context, current
 from howdah.errors import (
+    DatabaseFull,
     DatabaseUnreachable,
     DuplicateTask,
     EmbeddedServerError,
@@ -62,6 +63,7 @@ __all__ = [
     "Change",
     "Claim",
     "Context",
+    "DatabaseFull",
     "DatabaseUnreachable",
     "DuplicateTask",
     "EmbeddedServerError",

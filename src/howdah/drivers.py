@@ -12,6 +12,7 @@ import psycopg
 import psycopg_pool
 
 from howdah.errors import (
+    DatabaseFull,
     DatabaseUnreachable,
     HowdahError,
     InvalidJob,
@@ -84,6 +85,8 @@ def is_schema_missing(error: BaseException) -> bool:
 
 def is_transient(error: BaseException) -> bool:
     """Whether a statement may well succeed if it is sent again, unchanged, a little later."""
+    if isinstance(error, DatabaseFull):
+        return True
     # 40 rolled back to let another on, 53 out of something, 55 in use, 57 interrupted by an operator
     return is_connection_lost(error) or sqlstate(error)[:2] in {"40", "53", "55", "57"}
 
@@ -120,6 +123,8 @@ def translate(error: BaseException, schema: str) -> BaseException:
         return SchemaMissing(schema)
     if state == "42501":
         return NotPermitted(message_of(cause))
+    if state == "53100":
+        return DatabaseFull(message_of(cause))
     if state in {"23514", "23502", "22P05", "22P02", "54001"}:
         diagnostics = getattr(cause, "diag", cause)
         constraint = getattr(diagnostics, "constraint_name", None) or ""

@@ -3,6 +3,7 @@
 HowdahError
 ├── NoDatabase               nobody said which database to use
 ├── DatabaseUnreachable      it was said, and it does not answer
+├── DatabaseFull             it answers, and has no room left on its disk
 ├── EmbeddedServerError      the embedded PostgreSQL could not be started or stopped
 ├── SchemaMissing            the tables are not there and creating them is switched off
 ├── SchemaOutdated           the database's schema is older than this code, and migrating is off
@@ -56,6 +57,17 @@ class DatabaseUnreachable(HowdahError):
         super().__init__(
             f'cannot reach database "{database}" at {host}: {reason}. '
             "Check that the server is up and that the URL is right."
+        )
+
+
+class DatabaseFull(HowdahError):
+    """The server has no room left on its disk. What was asked of it was not done."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"the database server has no room left on its disk: {reason}. Nothing was written. Make room "
+            "there (a larger disk; old jobs go with `howdah clear`) and try again."
         )
 
 

@@ -6,16 +6,16 @@ import contextlib
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from wire import Wire
 
-from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
+from howdah.chaos.scenario import Fault, Place, Scenario, Stage
 from howdah.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
     from random import Random
 
@@ -31,6 +31,7 @@ class KillServer(Scenario):
 
     name = "kill server"
     about = "kill -9 of the postmaster, then a restart"
+    first = 3.0
     every = 8.0
     server: EmbeddedServer
 
@@ -43,11 +44,8 @@ class KillServer(Scenario):
         finally:
             self.server.remove()
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill server", {"down": round(random.uniform(0, 1.5), 2)})
-            for at in regularly(random, seconds, self.every, first=3)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return self.name, {"down": round(random.uniform(0, 1.5), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         pid = self.server.pid()
@@ -64,13 +62,11 @@ class KillBackends(Scenario):
 
     name = "kill backends"
     about = "kill -9 of single backends, on which PostgreSQL starts anew"
+    first = 2.0
     every = 6.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill backend", {"backend": random.randrange(1000)})
-            for at in regularly(random, seconds, self.every, first=2)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill backend", {"backend": random.randrange(1000)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         with contextlib.suppress(psycopg.Error):
@@ -89,13 +85,7 @@ class TerminateBackends(Scenario):
 
     name = "terminate backends"
     about = "all backends terminated every 2 s"
-    every = 2.0
-
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "terminate backends")
-            for at in regularly(random, seconds, self.every, first=2)
-        ]
+    first = every = 2.0
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         with (
@@ -111,6 +101,7 @@ class BadNetwork(Scenario):
 
     name = "bad network"
     about = "a proxy that cuts, delays and black-holes connections"
+    first = 2.0
     every = 5.0
     wire: Wire
 
@@ -122,13 +113,10 @@ class BadNetwork(Scenario):
         finally:
             self.wire.close()
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        faults = []
-        for at in regularly(random, seconds, self.every, first=2):
-            name = random.choice(["cut connections", "slow connections", "black hole"])
-            detail = {"seconds": round(random.uniform(0.5, 3), 2)}
-            faults.append(Fault(at, name, {} if name.startswith("cut") else detail))
-        return faults
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        name = random.choice(["cut connections", "slow connections", "black hole"])
+        detail = {"seconds": round(random.uniform(0.5, 3), 2)}
+        return name, {} if name.startswith("cut") else detail
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         with stage.fault(fault.name, scope="connection"):

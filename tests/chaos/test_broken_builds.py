@@ -4,20 +4,23 @@ pass the very same run."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from server_faults import KillServer
 
 from howdah.chaos import ledger
 from howdah.chaos.history import History
-from howdah.chaos.run import Load, Run, Verdict
-from howdah.chaos.scenario import Fault, Place, Scenario
+from howdah.chaos.run import Load, Verdict
+from howdah.chaos.run import perform as play
+from howdah.chaos.scenario import Place, Scenario
 from howdah.chaos.scenarios import Calm, FaultPoints, KillWorkers, PauseWorkers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from random import Random
 
     import psycopg
@@ -32,10 +35,12 @@ class KillAfterClaim(FaultPoints):
     """Workers die with jobs that they have claimed and not begun."""
 
     name = "kill after claim"
+    first = 0.5
+    every = 1.5
+    least = 7.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        detail = {"point": "after-claim", "time": 1}
-        return [Fault(at, "kill at fault point", detail) for at in (0.5, 2.0, 3.5, 5.0)]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill at fault point", {"points": ("after-claim",), "time": 1}
 
 
 class KillOne(KillWorkers):
@@ -52,6 +57,13 @@ class LongPauses(PauseWorkers):
     every = 2.0
 
 
+class CrashServer(KillServer):
+    """The server crashes a few times."""
+
+    name = "crash server"
+    every = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """A build without a guard: how it is made, the run that shows it, and the promise that breaks."""
@@ -65,6 +77,7 @@ class Build:
     worker: str = ""
     """How the worker is broken."""
     producer: bool = False
+    bare: bool = False
     load: Load = LOAD
 
 
@@ -76,9 +89,15 @@ NO_FENCE = {
         "j.lease_id = u.lease_id": "true",
     }
 }
+# Between looking and taking there is time for another worker: what it takes is taken once more.
+NO_LOCK = {
+    "claim_job_batch": {"FOR UPDATE SKIP LOCKED))": ")) AND (SELECT pg_sleep(0.05) IS NOT NULL)"}
+}
 BUILDS = [
     Build("the fence of an acknowledgement", "P3", LongPauses, NO_FENCE),
-    Build("the lock of a claim", "P3", edits={"claim_job_batch": {"FOR UPDATE SKIP LOCKED": ""}}),
+    Build("the lock of a claim", "P3", edits=NO_LOCK),
+    # A crash of the server excuses claims that it took back, and no others.
+    Build("the lock of a claim, on a server that crashes", "P3", CrashServer, NO_LOCK),
     Build(
         "leases: rescue goes by age", "P3",
         edits={"lock_stale": {
@@ -89,6 +108,7 @@ BUILDS = [
         script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
     ),
     Build("work: it is acknowledged first", "P6", worker="acknowledge first"),
+    Build("work: a bare queue acknowledges first", "P6", bare=True),
     Build("one transaction for row and completion", "P6", worker="two transactions"),
     Build(
         "the cap on attempts", "P4",
@@ -109,6 +129,13 @@ BUILDS = [
         "recovery", "P9", KillOne,
         script="UPDATE maintenance SET due_at = 'infinity' WHERE duty IN ('recover', 'sweep')",
         load=Load(seconds=7, rate=120, workers=3, lease=2, patience=20, backlog=400),
+    ),
+    Build(
+        "claims that go on", "P9",
+        edits={"claim_job_batch": {
+            "\nBEGIN\n": "\nBEGIN\n    IF (SELECT count(*) > 200 FROM finished_jobs) THEN RETURN; END IF;\n",
+        }},
+        load=Load(seconds=7, rate=120, workers=3, lease=2, patience=4, backlog=400),
     ),
     Build(
         "the order of a lane", "P7",
@@ -139,7 +166,7 @@ BUILDS = [
 
 
 @pytest.fixture
-def perform(tmp_path: Path, database: str) -> Callable[..., tuple[Verdict, History]]:
+def perform(database: str) -> Callable[..., tuple[Verdict, History]]:
     def run(build: Build, *, healthy: bool = False) -> tuple[Verdict, History]:
         crew: dict[str, Any] = {"environment": {"PYTHONPATH": str(HERE)}}
         if not healthy and build.worker:
@@ -147,6 +174,8 @@ def perform(tmp_path: Path, database: str) -> Callable[..., tuple[Verdict, Histo
             crew["environment"]["HOWDAH_BROKEN"] = build.worker
         if not healthy and build.producer:
             crew["producer"] = "broken_producer"
+        if not healthy and build.bare:
+            crew["bare"] = "broken_bare"
 
         def sabotage(conn: psycopg.Connection[Any], schema: str) -> None:
             if not healthy:
@@ -154,11 +183,14 @@ def perform(tmp_path: Path, database: str) -> Callable[..., tuple[Verdict, Histo
 
         # Those that never end what they began need not be waited for.
         load = replace(build.load, patience=120) if healthy else build.load
-        run = Run(
-            build.scenario(), Place(database, database), tmp_path, 5, load,
-            sabotage=sabotage, crew=crew,
-        )  # fmt: skip
-        return run.run(), History(ledger.read(tmp_path / ledger.FILE))
+        with tempfile.TemporaryDirectory(prefix="howdah-broken-") as name:
+            directory = Path(name)
+            directory.chmod(0o755)  # the server's account must get in
+            verdict = play(
+                build.scenario(), Place(database, database), directory, 5, load,
+                sabotage=sabotage, crew=crew,
+            )  # fmt: skip
+            return verdict, History(ledger.read(directory / ledger.FILE))
 
     return run
 
@@ -188,7 +220,7 @@ def test_a_build_that_lacks_a_guard_is_caught(
     perform: Callable[..., tuple[Verdict, History]], build: Build
 ) -> None:
     verdict, history = perform(build)
-    if build.worker or build.producer:
+    if build.worker or build.producer or build.bare:
         assert any(note["text"].startswith("broken: ") for note in history.notes)
     assert build.promise in verdict.broken(), (verdict.broken(), verdict.notes, verdict.hits)
     proofs = [finding for finding in verdict.findings if finding.promise == build.promise]

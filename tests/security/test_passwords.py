@@ -10,15 +10,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from secured import ENCODED, PIECES, Secured, run
+from secured import ENCODED, PIECES, ROLES, Secured, run
 
 from children import Children, offspring, until
 from howdah import App, AsyncJobQueue, DatabaseUnreachable, HowdahError, JobQueue
+from howdah.chaos.ledger import FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,6 +143,51 @@ def test_no_command_shows_the_password(secured: Secured, options: tuple[str, ...
             result = run(*command, *options, "--database", url)
             assert leaks(result.output) == [], (what, command)
             assert what == "right" or result.exit_code != 0, (what, command)
+
+
+@pytest.mark.parametrize("command", ["chaos", "bench"])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_no_report_shows_the_password(
+    secured: Secured, tmp_path: Path, command: str, options: tuple[str, ...]
+) -> None:
+    url = secured.as_kind("administrator")
+    with secured.connect() as conn:
+        name = conn.info.dbname
+        conn.execute(f"GRANT CREATE ON DATABASE {name} TO {ROLES['administrator']}".encode())
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HOWDAH_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "howdah", command, "--seconds", "3", *options],
+        env=environment | {"TMPDIR": str(tmp_path), "HOWDAH_DATABASE_URL": url},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    # The ledger and the logs of its workers are gone when it ends.
+    files: dict[Path, str] = {}
+    titles = ""
+    try:
+        while process.poll() is None:
+            titles += command_lines(process.pid)
+            for file in tmp_path.rglob("*"):
+                with contextlib.suppress(OSError):
+                    files[file] = file.read_text(errors="replace")
+            time.sleep(0.2)
+    finally:
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert f"howdah {command}" in titles
+    assert command == "bench" or any(file.name == FILE and text for file, text in files.items())
+    assert leaks("\n".join([output, titles, *files.values()])) == []
+
+
+@pytest.mark.parametrize("command", ["chaos", "bench"])
+def test_a_run_that_is_turned_away_does_not_show_the_password(
+    secured: Secured, command: str
+) -> None:
+    url = secured.as_kind("administrator").replace(ENCODED, ENCODED + "x")
+    result = run(command, "--seconds", 3, "--database", url)
+    assert result.exit_code == 4
+    assert "password authentication failed" in result.output
+    assert leaks(result.output) == []
 
 
 @pytest.mark.parametrize("special", "?/#@%:[],; &=\\'\"é{}$")

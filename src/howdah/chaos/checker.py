@@ -6,6 +6,8 @@ second lease is wrong, for instance, if its claim was answered before the first 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from howdah.chaos.history import Database, Enqueue, History, Lease, Row
+    from howdah.chaos.history import Database, Enqueue, History, Lease, Row, Window
     from howdah.chaos.ledger import Line
 
 RECOVERY = 5.0
@@ -70,7 +72,17 @@ class Checker:
         self.history = history
         self.database = database
         self.lease = lease
-        self._common = sorted((w.begin.t, w.until()) for w in history.common_windows())
+        self._failing = _times(history.windows_of("connection", "server"))
+        self._delays = _times(history.windows_of("delay"))
+        self._common = sorted(self._failing + self._delays)
+        self._of_worker: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for window in history.windows_of("worker"):
+            if window.target is not None:
+                self._of_worker[window.target] += _times([window])
+        durable = sorted(history.durable())
+        self._answered = [answered for answered, _ in durable]
+        # Of all that was answered until then, when the last one of it was asked for.
+        self._asked_by = list(itertools.accumulate((asked for _, asked in durable), max))
 
     def check(self) -> list[Finding]:
         """Everything that is wrong, by promise."""
@@ -80,7 +92,7 @@ class Checker:
         )  # fmt: skip
         whole: tuple[Callable[[], Iterable[Finding]], ...] = (
             self.rolled_back, self.enqueued_twice, self.failed_twice, self.exactly_once,
-            self.ordering_keys, self.first_come, self.recovery, self.resumption,
+            self.ordering_keys, self.first_come, self.recovery, self.resumption, self.standstill,
         )  # fmt: skip
         found = [f for case in self.cases() for each in per_job for f in each(case)]
         found += [finding for each in whole for finding in each()]
@@ -150,16 +162,41 @@ class Checker:
                     f"{self.lease:g} s was set"
                 )
                 yield Finding("P3", case.id, what, _numbers(first.claim, last, second.claim))
+        yield from self._claimed_at_once(case)
+
+    def _claimed_at_once(self, case: Case) -> Iterator[Finding]:
+        """Two claims under way at the same time, both of which got the job: whichever was first, its
+        lease had not run out when the other one was answered."""
+        for one, other in itertools.combinations(case.leases, 2):
+            a, b = one.claim, other.claim
+            if a is None or b is None or a["asked"] > b.t or b["asked"] > a.t:
+                continue
+            answered = max(a.t, b.t)
+            if any(line.t < answered for line in (*one.invoked, *other.invoked)):
+                continue
+            if self._is_undone(a, b) or self._is_undone(b, a):
+                continue
+            if answered < min(a["asked"], b["asked"]) + self.lease - TICK:
+                yield Finding("P3", case.id, "was given to two claims at once", _numbers(a, b))
 
     def _is_undone(self, first: Line, second: Line) -> bool:
-        """Whether a crash of the server took a claim back, which commits without waiting for the disk: the
-        next one then counts claims from the same number. Such a lease never was, and its fence is void."""
-        return second["claims"] <= first["claims"] and any(
-            window.scope == "server"
-            and first["asked"] < window.until()
-            and window.begin.t < second.t
-            for window in self.history.common_windows()
+        """Whether a crash of the server between the two took the first claim back: the only statement that
+        commits without waiting for the disk. Then the next one counts claims from the same number again,
+        and nothing that was asked for later, and does wait for the disk, can have been answered before the
+        crash, as that would have flushed the claim as well. Such a lease never was, and its fence is void."""
+        if first["durable"] or second["claims"] > first["claims"]:
+            return False
+        return any(
+            first["asked"] < crash.until()
+            and crash.begin.t < second.t
+            and not self._is_flushed(first.t, crash.begin.t)
+            for crash in self.history.windows_of("server")
         )
+
+    def _is_flushed(self, since: float, until: float) -> bool:
+        """Whether something durable was asked for and answered in this time."""
+        count = bisect.bisect_left(self._answered, until)
+        return count > 0 and self._asked_by[count - 1] > since
 
     def stale_writes(self, case: Case) -> Iterator[Finding]:
         """Something accepted under a fence, asked for after a later claim had been answered."""
@@ -201,13 +238,14 @@ class Checker:
             yield Finding("P4", case.id, "was claimed with no attempt left", _numbers(*over))
 
     def burned(self, case: Case) -> Iterator[Finding]:
-        """An attempt used up by a claim under which the job never began, nor was said to."""
+        """An attempt used up by a claim under which the job neither began, nor was said to, nor ended."""
         if not case.rows or not case.leases:
             return
         row = case.rows[0]
         begun = [
             lease for lease in case.leases
-            if lease.starts or lease.announced or lease.beats or lease.accepted
+            if lease.starts or lease.announced
+            or any(line["what"] != "release" for line in lease.accepted)
         ]  # fmt: skip
         if row.attempts > len(begun) and row.status in FINAL:
             what = f"used {row.attempts} attempts and began {len(begun)} times"
@@ -281,9 +319,11 @@ class Checker:
         died = self.history.exits.get(lease.worker)
         if died is not None and died.t < until + 1.0:
             return True
-        # Whoever was paused, or could not reach the database, lost its leases a while later.
+        # Whoever was paused, or could not reach the database, lost its leases a while later; whoever had
+        # to wait, if that took long enough to miss the heartbeats.
         since = lease.began - self.lease
-        faults = self._worker_faults(lease.worker)
+        faults = self._failing + self._of_worker[lease.worker]
+        faults += [(begin, end) for begin, end in self._delays if end - begin > self.lease / 3]
         if any(begin < until and end > since for begin, end in faults):
             return True
         troubles = self.history.troubles.get(lease.worker, ())
@@ -347,7 +387,7 @@ class Checker:
 
     def _disturbed(self, enqueue: Enqueue, until: float) -> bool:
         since = enqueue.invoked.t - self.lease
-        return any(begin < until and end + 1.0 > since for begin, end in self._common)
+        return any(begin < until and end + 1.0 > since for begin, end in self._failing)
 
     # ── P9 ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -380,10 +420,18 @@ class Checker:
         for worker, ready in self.history.ready.items():
             left = self.history.exits.get(worker)
             if ready.t < since and (left is None or left.t > until):
-                faults = self._worker_faults(worker)
+                faults = self._worker_faults(worker) + self._stalls(worker)
                 if not any(begin < until and end > since for begin, end in faults):
                     return True
         return False
+
+    def _stalls(self, worker: int) -> list[tuple[float, float]]:
+        """When a handler of its own kept a worker's event loop from turning."""
+        return [
+            (lease.began, lease.ended() or float("inf"))
+            for lease in self.history.by_worker().get(worker, ())
+            if lease.claim is not None and lease.claim["type"] == "chaos.staller"
+        ]
 
     def resumption(self) -> Iterator[Finding]:
         """Workers that did not find back to the database after a fault of it had ended."""
@@ -401,13 +449,32 @@ class Checker:
                     yield Finding("P9", "(all)", what, _numbers(first, line))
                 first = None
 
+    def standstill(self) -> Iterator[Finding]:
+        """Jobs were due, a worker was there that nothing kept from claiming, and nobody claimed any."""
+        claims = sorted(
+            x.claim.t
+            for leases in self.history.jobs.values()
+            for x in leases
+            if x.claim is not None
+        )
+        since: Line | None = (
+            None  # the first of the samples in a row that show nothing but due jobs
+        )
+        for sample in self.history.samples:
+            last = claims[bisect.bisect_left(claims, sample.t) - 1] if claims else 0.0
+            if not sample["due"] or (since is not None and since.t < last < sample.t):
+                since = None
+            if not sample["due"]:
+                continue
+            since = since or sample
+            calm = max([since.t, *(end for begin, end in self._common if begin < sample.t)])
+            if sample.t - calm > RECOVERY and self._somebody_worked(calm, sample.t):
+                what = f"{sample['due']} jobs were due, and nobody claimed any for {sample.t - calm:.1f} s"
+                yield Finding("P9", "(all)", what, _numbers(since, sample))
+                since = None
+
     def _worker_faults(self, worker: int) -> list[tuple[float, float]]:
-        mine = [
-            (window.begin.t, window.until())
-            for window in self.history.worker_windows()
-            if window.target == worker
-        ]
-        return self._common + mine
+        return self._common + self._of_worker[worker]
 
 
 def _successions(leases: list[Lease]) -> Iterator[tuple[Lease, Lease]]:
@@ -417,6 +484,10 @@ def _successions(leases: list[Lease]) -> Iterator[tuple[Lease, Lease]]:
         for second in leases:
             if second.claim is not None and second.claim["asked"] > first.began:
                 yield first, second
+
+
+def _times(windows: Iterable[Window]) -> list[tuple[float, float]]:
+    return [(window.begin.t, window.until()) for window in windows]
 
 
 def _asked(line: Line) -> float:

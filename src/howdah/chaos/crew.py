@@ -27,8 +27,11 @@ START_PATIENCE = 60.0
 STOP_PATIENCE = 20.0
 APP = "howdah.chaos.app:app"
 PRODUCER = "howdah.chaos.producer"
+BARE_WORKER = "howdah.chaos.bare"
 SCHEMA_VARIABLE = "HOWDAH_CHAOS_SCHEMA"
 LEASE_VARIABLE = "HOWDAH_CHAOS_LEASE"
+BARE = "chaos.bare"
+"""The type of jobs that workers with a loop of their own claim, and no others."""
 EFFECTS = "chaos_effects"
 """The table of rows that handlers write together with their completion."""
 
@@ -99,13 +102,14 @@ class Crew:
         worker_options: Sequence[str] = (),
         app: str = APP,
         producer: str = PRODUCER,
+        bare: str = BARE_WORKER,
     ) -> None:
         self.place = place
         self.directory = directory
         self.ledger = ledger
         self.lease = lease
         self.size = 0
-        self._producing = self._numbers = 0
+        self._producing = self._numbers = self._bare = 0
         self._producer_options: Sequence[str] = ()
         self.exits: Counter[str] = Counter()
         """How processes ended, as "worker -9"."""
@@ -113,6 +117,7 @@ class Crew:
         self._worker_options = list(worker_options)
         self._app = app
         self._producer = producer
+        self._bare_worker = bare
         self._children: list[Child] = []
         self._started: set[int] = set()
         self._lock = threading.RLock()
@@ -178,18 +183,22 @@ class Crew:
         """Start as many as are missing."""
         for _ in range(self.size - len(self.workers())):
             self.start_worker()
+        for _ in range(self._bare - len(self.children("bare"))):
+            self.start("bare", ["-m", self._bare_worker])
         for _ in range(self._producing - len(self.producers())):
             # Each has a number of its own, by which it names its jobs.
             self._numbers += 1
             number = ["--number", str(self._numbers)]
             self.start("producer", ["-m", self._producer, *number, *self._producer_options])
 
-    def man(self, size: int) -> None:
-        """Have so many workers, from now on, and wait until they have started."""
+    def man(self, size: int, bare: int = 0) -> None:
+        """Have so many workers, and so many with a loop of their own on a bare queue, from now on, and wait
+        until they have started."""
         with self._lock:
-            self.size = size
+            self.size, self._bare = size, bare
             self._replace()
         self.await_ready("worker", size)
+        self.await_ready("bare", bare)
 
     def await_ready(self, role: str, size: int) -> None:
         """Wait until so many have started."""
@@ -214,11 +223,6 @@ class Crew:
     def producers(self) -> list[Child]:
         """The living producers."""
         return self.children("producer")
-
-    def pick(self, number: int) -> Child | None:
-        """One of the workers that work now, by a number that the schedule drew."""
-        working = [worker for worker in self.workers() if worker.ready]
-        return working[number % len(working)] if working else None
 
     def logs(self) -> list[Path]:
         """The logs of every process there was."""
@@ -252,10 +256,13 @@ class Crew:
     def dismiss(self, role: str, patience: float = STOP_PATIENCE) -> None:
         """Ask all of a role to stop; kill those that do not."""
         with self._lock:
-            if role == "worker":
-                self.size = 0
-            else:
-                self._producing = 0
+            match role:
+                case "worker":
+                    self.size = 0
+                case "bare":
+                    self._bare = 0
+                case _:
+                    self._producing = 0
         leaving = self.children(role)
         for child in leaving:
             child.resume()
@@ -271,7 +278,7 @@ class Crew:
         self._closing.set()
         self._watching.join(10)
         with self._lock:
-            self.size = self._producing = 0
+            self.size = self._producing = self._bare = 0
             for child in self.children():
                 child.kill()
                 child.wait(5)

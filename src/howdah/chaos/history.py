@@ -151,7 +151,7 @@ class History:
                 else:
                     self.windows[line["fault"]].end = line
             case "ready":
-                if line["role"] != "producer":
+                if line["role"] not in ("producer", "bare"):
                     self.ready[line["child"]] = line
             case "exit":
                 self.exits[line["child"]] = line
@@ -202,13 +202,18 @@ class History:
                 for job, described in enqueue.jobs():
                     yield job, described, enqueue
 
-    def common_windows(self) -> list[Window]:
-        """Faults that hit everybody: of the server and of all connections."""
-        return [w for w in self.windows.values() if w.scope in ("connection", "server")]
+    def durable(self) -> Iterator[tuple[float, float]]:
+        """When a statement that waits for the disk was answered, and when it was asked for."""
+        for enqueue in self.enqueues.values():
+            if enqueue.answer is not None and enqueue.outcome == "acknowledged":
+                yield enqueue.answer.t, enqueue.invoked.t
+        for lease in self._leases.values():
+            for line in (*lease.accepted, *lease.beats):
+                yield line.t, line["asked"]
 
-    def worker_windows(self) -> list[Window]:
-        """Faults of single processes."""
-        return [w for w in self.windows.values() if w.scope == "worker"]
+    def windows_of(self, *scopes: str) -> list[Window]:
+        """Faults of these kinds."""
+        return [window for window in self.windows.values() if window.scope in scopes]
 
     def in_flight(self, worker: int, at: float) -> list[Lease]:
         """What a worker had claimed then and not yet parted with."""

@@ -1,6 +1,7 @@
 """The ledger: what producers, workers and the fault driver saw, one JSON object a line, in one file that all
-of them append to. Each line is one `write` on a descriptor opened with O_APPEND, so lines of processes that
-are killed are there whole or not at all. Times are CLOCK_MONOTONIC, which processes of one host share.
+of them append to. Each line is one `write` on a descriptor opened with O_APPEND, so no two lines mix. A process
+that is killed in the middle of a `write` may leave the beginning of a line, where that crosses a page: it is
+passed over, as if the process had died before it. Times are CLOCK_MONOTONIC, which processes of one host share.
 
 Kinds of lines and what they carry besides `t`, `pid` and `kind`:
 
@@ -9,7 +10,8 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     enqueue-unknown       call          nobody heard whether it has
     enqueue-refused       call          an error before anything was written
     enqueue-rolled-back   call, ids     written, and undone by the caller's own ROLLBACK
-    claim                 job, fence, attempt, most, claims, type, queue, asked (when the claim was sent)
+    claim                 job, fence, attempt, most, claims, type, queue, asked (when the claim was sent),
+                          durable (whether it waited for the disk)
     announce              job, fence    the worker told the database that it starts the job
     start, effect         job, fence, attempt   the handler began; it did what it is for
     beat                  job, fence, asked     the database extended the lease
@@ -17,12 +19,12 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     ack-accepted, ack-refused, ack-unknown          job, fence, what, final, asked
     trouble               asked         a worker's statement failed, as the database could not be reached
     well                  asked, function   one was answered, late or after trouble
-    fault                 fault, name, phase ("begin" or "end"), scope ("worker", "connection", "server"),
+    fault                 fault, name, phase ("begin" or "end"), scope (see `Stage.fault`),
                           target (a process id), …
     ready, exit           child, role, code     a worker said that it works; a process ended
     overdue               job, fence, seconds   a lease ran out so long ago and nobody took the job back
     note                  text          anything else worth knowing
-    sample                pending, due, claimed, finished
+    sample                pending, due (for any worker: without those of bare queues), claimed, finished
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Ledger:
         """Append a line; gives its time."""
         now = time.monotonic()
         line = {"t": now, "pid": os.getpid(), "kind": kind, **(fields or {}), **more}
-        os.write(self._file, _encoder.encode(line) + b"\n")
+        # The newline goes first, so that a beginning which somebody left stays a line of its own.
+        os.write(self._file, b"\n" + _encoder.encode(line))
         return now
 
     def close(self) -> None:
@@ -88,11 +91,14 @@ def from_environment() -> Ledger | None:
 
 
 def read(path: Path | str) -> list[Line]:
-    """Every line, in the order of the file. A line that is not whole is an error: nobody may write one."""
-    lines = []
+    """Every line that is whole, in the order of the file."""
     with open(path, "rb") as file:
-        for number, text in enumerate(file, 1):
-            fields = msgspec.json.decode(text)
-            head = fields.pop("t"), fields.pop("pid"), fields.pop("kind")
-            lines.append(Line(number, *head, fields))
-    return lines
+        return [line for number, text in enumerate(file, 1) if (line := _line(number, text))]
+
+
+def _line(number: int, text: bytes) -> Line | None:
+    try:
+        fields = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None  # the first line, or a beginning
+    return Line(number, fields.pop("t"), fields.pop("pid"), fields.pop("kind"), fields)

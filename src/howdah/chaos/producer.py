@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from howdah.chaos.crew import SCHEMA_VARIABLE
+from howdah.chaos.crew import BARE, SCHEMA_VARIABLE
 from howdah.chaos.ledger import Ledger, from_environment
 from howdah.errors import HowdahError, InvalidJob
 from howdah.model import BACKFILL, DISCOVERED, EXPLICIT, NewJob
@@ -54,11 +54,17 @@ class Producer:
         self._calls = itertools.count(1)
         self._tags = itertools.count(1)
         self._next = dict.fromkeys((f"key-{number}-{k}" for k in range(KEYS)), 0)
+        # Each has its turn, and no two producers begin with the same one.
+        self._misfits = itertools.cycle(
+            MISFITS[number % len(MISFITS) :] + MISFITS[: number % len(MISFITS)]
+        )
         self._backlog = backlog
         self._looked = 0.0
         self.stopping = False
 
-    def run(self, rate: float, most: int | None, *, misfits: bool, processes: bool) -> None:
+    def run(
+        self, rate: float, most: int | None, *, misfits: bool, processes: bool, bare: bool
+    ) -> None:
         """Enqueue about `rate` jobs a second until told to stop, or `most` of them."""
         began, done = time.monotonic(), 0
         ways: list[tuple[int, Callable[[], int]]] = [
@@ -68,6 +74,8 @@ class Producer:
         ]  # fmt: skip
         if processes:
             ways.append((1, self.in_process))
+        if bare:
+            ways.append((8, self.bare))
         if misfits:
             ways.append((3, self.misfit))
         while not self.stopping and (most is None or done < most):
@@ -146,7 +154,16 @@ class Producer:
 
     def misfit(self) -> int:
         """A handler that should never have been written."""
-        return self._enqueue([self._job(self._random.choice(MISFITS), max_attempts=2)])
+        return self._enqueue([self._job(next(self._misfits), max_attempts=2)])
+
+    def bare(self) -> int:
+        """For a worker with a loop of its own."""
+        data = {
+            "seconds": round(self._random.choice([0.0, 0.05, 0.2]), 2),
+            "failures": self._random.choice([0, 0, 0, 1]),
+        }
+        priority = self._random.choice(PRIORITIES)
+        return self._enqueue([self._job(BARE, data, max_attempts=3, priority=priority)])
 
     def transaction(self) -> int:
         """In a transaction of the caller's own, which now and then is rolled back."""
@@ -221,6 +238,7 @@ def main() -> None:
     parser.add_argument("--backlog", type=int, default=2000)
     parser.add_argument("--misfits", action="store_true")
     parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--bare", action="store_true")
     options = parser.parse_args()
     ledger = from_environment()
     if ledger is None:
@@ -236,7 +254,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     logging.basicConfig(level=logging.INFO)
     logging.getLogger(__name__).info("producer started")
-    producer.run(options.rate, options.most, misfits=options.misfits, processes=options.processes)
+    producer.run(
+        options.rate, options.most,
+        misfits=options.misfits, processes=options.processes, bare=options.bare,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
             for f in verdict.findings
         ],
         "notes": verdict.notes,
+        "missed": verdict.missed,
     }
 
 

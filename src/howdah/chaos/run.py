@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
+from howdah.chaos import hits
 from howdah.chaos import ledger as ledgers
 from howdah.chaos.checker import Checker, Finding
-from howdah.chaos.crew import EFFECTS, ChaosError, Crew
+from howdah.chaos.crew import BARE, EFFECTS, ChaosError, Crew
 from howdah.chaos.history import Database, History, Row
 from howdah.chaos.producer import PRIORITIES
 from howdah.chaos.scenario import Fault, Scenario, Stage
@@ -32,11 +33,12 @@ SAMPLE = 0.5
 CONCURRENCY = 16
 GRACE = 5.0
 OVERDUE = 5.0
-LANES = ("chaos.quick", "chaos.nap", "chaos.thread")
+LANES = ("chaos.quick", "chaos.nap", "chaos.thread", BARE)
 _SAMPLES = """
     SELECT (SELECT count(*) FROM {s}.live_jobs WHERE status = 'pending'),
            (SELECT count(*) FROM {s}.live_jobs
-            WHERE status = 'pending' AND blockers = 0 AND run_at < clock_timestamp()),
+            WHERE status = 'pending' AND blockers = 0 AND run_at < clock_timestamp()
+              AND job_type <> '{bare}'),
            (SELECT count(*) FROM {s}.live_jobs WHERE status = 'claimed'),
            (SELECT count(*) FROM {s}.finished_jobs)
 """
@@ -62,6 +64,8 @@ class Load:
     producers: int = 2
     workers: int | None = None
     """None: as many as the scenario asks for."""
+    bare: int = 1
+    """Workers with a loop of their own on a bare queue."""
     lease: float = 2.0
     misfits: bool = False
     """With handlers that kill their worker, stall it, fork, crash and eat up memory."""
@@ -91,6 +95,8 @@ class Verdict:
     """Seconds until what was in flight was claimed again, or work resumed, by the fault's name."""
     notes: list[str] = field(default_factory=list)
     """What a scenario itself found wrong."""
+    missed: list[str] = field(default_factory=list)
+    """What the run was to show and did not: faults that hit nobody with a job in hand."""
     excused: list[Finding] = field(default_factory=list)
     """What the fault was bound to bring about: the loss, by id, where an asynchronous standby took over."""
 
@@ -156,10 +162,11 @@ class Run:
             self.place, self.directory, Random(self.seed), self.ledger, crew, self.load.lease  # noqa: S311
         )  # fmt: skip
         try:
-            crew.man(self.load.workers or self.scenario.workers)
+            crew.man(self.load.workers or self.scenario.workers, self.load.bare)
             self._produce(crew)
             drained = self._strike(stage)
             crew.dismiss("worker")
+            crew.dismiss("bare")
         finally:
             stage.stopping.set()
             crew.close()
@@ -171,7 +178,7 @@ class Run:
     def _prepare(self) -> None:
         with contextlib.closing(JobQueue(self.place.checker, schema=self.place.schema)) as queue:
             queue.pending()  # makes the schema
-        with self._connect() as conn:
+        with self.place.connect() as conn:
             conn.execute(
                 f"CREATE TABLE IF NOT EXISTS {self._schema}.{EFFECTS} (job_id uuid, tag text)".encode()
             )
@@ -188,6 +195,7 @@ class Run:
         each = self.load.rate / self.load.producers
         options = ["--misfits"] if self.load.misfits else []
         options += ["--processes"] if self.load.processes else []
+        options += ["--bare"] if self.load.bare else []
         crew.produce(
             self.load.producers, "--seed", str(self.seed), "--rate", str(each),
             "--backlog", str(self.load.backlog), *options,
@@ -224,6 +232,7 @@ class Run:
                 # One that comes too late, as those before it took their time, is left out.
                 if time.monotonic() > began + self.load.seconds:
                     return
+                stage.await_busy()
                 self._show("fault", {"fault": str(fault)})
                 scenario.strike(stage, fault)
         except BaseException as error:
@@ -232,7 +241,7 @@ class Run:
     def _drain(self) -> bool:
         give_up = time.monotonic() + self.load.patience
         while time.monotonic() < give_up and self._failure is None:
-            with contextlib.suppress(psycopg.Error), self._connect() as conn:
+            with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
                 row = conn.execute(
                     f"SELECT count(*) FROM {self._schema}.live_jobs".encode()
                 ).fetchone()
@@ -247,8 +256,8 @@ class Run:
         while not stage.sleep(SAMPLE):
             try:
                 if conn is None or conn.closed:
-                    conn = self._connect()
-                row = conn.execute(_SAMPLES.format(s=self._schema).encode()).fetchone()
+                    conn = self.place.connect()
+                row = conn.execute(_SAMPLES.format(s=self._schema, bare=BARE).encode()).fetchone()
                 for job, fence, seconds in conn.execute(
                     _OVERDUE.format(s=self._schema).encode(), (OVERDUE,)
                 ).fetchall():
@@ -264,12 +273,6 @@ class Run:
                 self._show("sample", self._facts | {"exits": dict(stage.crew.exits)})
         if conn is not None:
             conn.close()
-
-    def _connect(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(
-            self.place.checker, autocommit=True, connect_timeout=5, prepare_threshold=None,
-            options="-c statement_timeout=5s" if "options" not in self.place.checker else None,
-        )  # fmt: skip
 
     # ── judging ───────────────────────────────────────────────────────────────────────────────────
 
@@ -300,10 +303,11 @@ class Run:
             acknowledged=acknowledged,
             statuses=statuses,
             executions=sum(bool(x.starts) for leases in history.jobs.values() for x in leases),
-            hits=count_hits(history, self.load.lease),
+            hits=hits.count(history, self.load.lease),
             planned=planned,
-            recoveries=recovery_times(history),
+            recoveries=hits.recovery_times(history),
             notes=notes,
+            missed=self.scenario.missed(history, planned, self.load.lease),
             excused=sorted(excused, key=str),
         )
 
@@ -328,64 +332,6 @@ def read_database(place: Place) -> Database:
             f"SELECT job_id::text, count(*)::int FROM {schema}.{EFFECTS} GROUP BY 1".encode()
         ).fetchall()
     return Database(rows, [(job, attempt) for job, attempt in errors], dict(effects))
-
-
-def count_hits(history: History, lease: float) -> dict[str, int]:
-    """Faults that found a job in the middle, by name; a process is only counted as killed if it died so."""
-    hits: dict[str, int] = {}
-
-    def count(name: str) -> None:
-        hits[name] = hits.get(name, 0) + 1
-
-    everyone = history.by_worker()
-    for window in history.windows.values():
-        at, target = window.begin.t, window.target
-        if target is None:
-            if any(history.in_flight(worker, at) for worker in everyone):
-                count(window.name)
-            continue
-        died = history.exits.get(target)
-        if window.name.startswith("kill"):
-            if died is None or died["code"] != -9:
-                continue
-            # One that waits for its fault point is hit when it dies.
-            at = died.t if window.begin.get("point") else at
-        if window.scope == "producer":
-            calls = history.enqueues.values()
-            if any(call.invoked.pid == target and call.answer is None for call in calls):
-                count(window.name)
-            continue
-        if window.name.startswith("pause") and window.until() - at <= lease:
-            continue
-        if history.in_flight(target, at):
-            count(window.name)
-    handled = {window.target for window in history.windows.values()}
-    for worker, line in history.exits.items():
-        if line["role"] != "producer" and line["code"] == -9 and worker not in handled:
-            count("killed by its own job")
-    return hits
-
-
-def recovery_times(history: History) -> dict[str, list[float]]:
-    """How long it took, by the fault's name: until each job that a dead or paused worker had was claimed
-    again, and until work resumed after a fault that hit everybody."""
-    times: dict[str, list[float]] = {}
-    accepted = sorted(
-        line.t for leases in history.jobs.values() for lease in leases for line in lease.accepted
-    )
-    for window in history.windows.values():
-        found = times.setdefault(window.name, [])
-        if window.target is None:
-            if window.end is not None:
-                after = next((t for t in accepted if t > window.end.t), None)
-                found += [] if after is None else [after - window.end.t]
-            continue
-        died = history.exits.get(window.target)
-        at = died.t if died is not None and window.begin.get("point") else window.begin.t
-        for lease in history.in_flight(window.target, at):
-            later = [x.began for x in history.jobs[lease.job] if x.began > at]
-            found += [min(later) - at] if later else []
-    return {name: sorted(seconds) for name, seconds in times.items() if seconds}
 
 
 __all__ = ["ChaosError", "Load", "Run", "Verdict", "perform"]

@@ -3,9 +3,10 @@
     class KillWorkers(Scenario):
         name = "kill workers"
         about = "kill -9 of workers at random"
+        every = 2.0
 
-        def schedule(self, random, seconds):
-            return [Fault(at, "kill worker", {"worker": random.randrange(100)}) for at in …]
+        def draw(self, random):
+            return "kill worker", {"worker": random.randrange(100)}
 
         def strike(self, stage, fault):
             worker = stage.crew.pick(fault.detail["worker"])
@@ -22,18 +23,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import psycopg
+
+from howdah.chaos import hits
+from howdah.statements import quote_schema
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from random import Random
 
     from howdah.chaos.checker import Finding
-    from howdah.chaos.crew import Crew
+    from howdah.chaos.crew import Child, Crew
+    from howdah.chaos.history import History
     from howdah.chaos.ledger import Ledger
 
+BUSY = 3
+"""Jobs in hand that make a worker worth a fault."""
+BUSY_PATIENCE = 5.0
+HEARD = 0.05
+"""Seconds after which a worker has surely heard of what it claimed."""
 _numbers = itertools.count(1)
 
 
@@ -60,6 +73,13 @@ class Place:
     """A URL straight to the server, for the checker and for looking."""
     schema: str = "howdah"
 
+    def connect(self) -> psycopg.Connection[Any]:
+        """A connection for looking, which does not wait long."""
+        return psycopg.connect(
+            self.checker, autocommit=True, connect_timeout=5, prepare_threshold=None,
+            options="-c statement_timeout=5s" if "options" not in self.checker else None,
+        )  # fmt: skip
+
 
 @dataclass(slots=True)
 class Stage:
@@ -80,11 +100,47 @@ class Stage:
         """Wait, unless the run ends before that; whether it did."""
         return self.stopping.wait(seconds)
 
+    def in_hand(self, since: float = 0.0) -> dict[int, int]:
+        """How many jobs each worker has had for so many seconds, by process id. Nobody knows while the
+        server is away."""
+        query = (
+            "SELECT split_part(worker_id, ':', 2)::int, count(*) "
+            f"FROM {quote_schema(self.place.schema)}.live_jobs "
+            "WHERE status = 'claimed' AND lease_expires_at > clock_timestamp() "
+            "AND claimed_at <= clock_timestamp() - make_interval(secs => %s) GROUP BY 1"
+        )
+        with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
+            return dict(conn.execute(query.encode(), [since]).fetchall())
+        return {}
+
+    def await_busy(self, patience: float = BUSY_PATIENCE) -> list[Child]:
+        """The workers that have jobs in hand, oldest first, as soon as there are some: a fault that finds
+        nobody in the middle shows nothing."""
+        give_up = time.monotonic() + patience
+        while True:
+            jobs = self.in_hand(HEARD)
+            there = self.crew.workers() + self.crew.children("bare")
+            busy = [worker for worker in there if jobs.get(worker.pid, 0) >= BUSY]
+            late = time.monotonic() > give_up or not self.crew.producers()
+            if busy or late or self.sleep(0.02):
+                return busy
+
+    def pick(self, number: int) -> Child | None:
+        """One of those, by a number that the schedule drew."""
+        busy = self.await_busy()
+        return busy[number % len(busy)] if busy else None
+
     @contextlib.contextmanager
     def fault(self, name: str, *, scope: str, **fields: Any) -> Iterator[None]:
-        """A fault while the block lasts, in the ledger. `scope` is "worker" for one process, named by
-        `target=pid`; "connection" where everybody's connections break and the server stays; "server"
-        where the server itself is gone, stalled or another one."""
+        """A fault while the block lasts, in the ledger. `scope` says what it may do, and the checker
+        excuses nothing else:
+
+            worker, producer   whatever befalls one process, named by `target=pid`
+            neighbour          nothing: it happens in the same database and may disturb nobody
+            delay              keep everybody waiting; no statement fails, nothing is undone
+            connection         let statements fail, of which nobody knows whether they were committed
+            server             the same, and take back what had not been flushed: it crashes
+        """
         number = next(_numbers)
         self.ledger.write("fault", fields, fault=number, name=name, scope=scope, phase="begin")
         try:
@@ -104,6 +160,10 @@ class Scenario:
     """Seconds of load below which it cannot show what it is for."""
     environment: Mapping[str, str] = {}
     """Variables for the workers' and producers' environment."""
+    first: float = 1.0
+    """Seconds until its first fault."""
+    every: float | None = None
+    """Seconds from one fault to the next, more or less."""
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
@@ -113,7 +173,14 @@ class Scenario:
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
         """What happens when. Nothing but `random` may decide it."""
-        return []
+        if self.every is None:
+            return []
+        times = regularly(random, seconds, self.every, self.first)
+        return [Fault(at, *self.draw(random)) for at in times]
+
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        """The name and the particulars of the next fault."""
+        return self.name, {}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         """Make one fault happen, and end."""
@@ -123,14 +190,20 @@ class Scenario:
         """What is wrong that the common checker cannot know, as sentences. Called after the run."""
         return []
 
+    def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
+        """What the run was to show and did not, as sentences: `planned` are the names of its faults, each
+        of which must have found a job in the middle."""
+        hit = hits.count(history, lease)
+        return [f'no "{name}" hit a job in the middle' for name in planned if not hit.get(name)]
+
     def excused(self, stage: Stage, findings: Sequence[Finding]) -> Sequence[Finding]:
         """Those of the checker's findings that the fault was bound to bring about, and proof of it is at
         hand: where a server was lost with what only it knew."""
         return []
 
 
-def regularly(random: Random, seconds: float, every: float, first: float = 1.0) -> Iterator[float]:
-    """Times for faults: about `every` seconds apart, the last one early enough to be recovered from."""
+def regularly(random: Random, seconds: float, every: float, first: float) -> Iterator[float]:
+    """Times for faults, about `every` seconds apart."""
     at = first
     while at < seconds:
         yield round(at, 2)

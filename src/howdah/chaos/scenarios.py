@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from typing import TYPE_CHECKING
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
-from howdah.chaos.scenario import Fault, Scenario, Stage, regularly
+from howdah.chaos import hits
+from howdah.chaos.scenario import Fault, Scenario, Stage
 from howdah.faults import POINTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from random import Random
 
     from howdah.chaos.crew import Child
+    from howdah.chaos.history import History
     from howdah.chaos.scenario import Place
 
 DEATH_PATIENCE = 15.0
 STOP_PATIENCE = 30.0
+SLOW_POINTS = ("before-heartbeat", "after-heartbeat", "before-maintenance", "during-shutdown")
 
 
 class Calm(Scenario):
@@ -35,14 +41,11 @@ class KillWorkers(Scenario):
     about = "kill -9 of workers at random"
     every = 2.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill worker", {"worker": random.randrange(100)})
-            for at in regularly(random, seconds, self.every)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill worker", {"worker": random.randrange(100)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        worker = stage.crew.pick(fault.detail["worker"])
+        worker = stage.pick(fault.detail["worker"])
         if worker is not None:
             with stage.fault(fault.name, scope="worker", target=worker.pid):
                 worker.kill()
@@ -54,30 +57,58 @@ class FaultPoints(Scenario):
 
     name = "fault points"
     about = "kill -9 of workers at every fault point"
-    every = 2.0
+    every = 4.0
+    least = 30.0
+    at_once = 4
+    tries = 3
+    _left: Sequence[str] = ()
+    _drawn: frozenset[str] = frozenset()
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        points: list[str] = []
-        faults = []
-        for at in regularly(random, seconds, self.every):
-            points = points or random.sample(list(POINTS), len(POINTS))
-            point, count = points.pop(), random.randint(1, 3)
-            faults.append(Fault(at, "kill at fault point", {"point": point, "time": count}))
-        return faults
+        self._left, self._drawn = (), frozenset()
+        return super().schedule(random, seconds)
+
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        # Each has had its turn before one has another.
+        self._left = self._left or random.sample(list(POINTS), len(POINTS))
+        points, self._left = self._left[: self.at_once], self._left[self.at_once :]
+        self._drawn |= set(points)
+        return "kill at fault point", {"points": tuple(points), "time": random.randint(1, 3)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        point, time = fault.detail["point"], fault.detail["time"]
-        # Beats and ticks are slow to come: the first one will do.
-        count = 1 if point in ("during-shutdown", "before-maintenance") else time
-        victim = stage.crew.start_worker(role="victim", HOWDAH_FAULT=f"{point}:kill:{count}")
-        with stage.fault(fault.name, scope="worker", target=victim.pid, point=point):
-            _await_ready(stage, victim)
-            if point == "during-shutdown":
-                stage.sleep(0.5)
-                victim.send(signal.SIGTERM)
-            if victim.wait(DEATH_PATIENCE) is None:
-                victim.send(signal.SIGTERM)
-                victim.wait(DEATH_PATIENCE)
+        """Several at once, as each takes its time to start."""
+        points = fault.detail["points"]
+        with ThreadPoolExecutor(len(points)) as pool:
+            list(pool.map(lambda point: self._kill_at(stage, fault, point), points))
+
+    def _kill_at(self, stage: Stage, fault: Fault, point: str) -> None:
+        # Beats and ticks are slow to come: the first one will do. Before its first claims it has nothing.
+        least = 1 if point in SLOW_POINTS else fault.detail["time"]
+        least += 5 if point == "before-claim" else 0
+        for count in range(least, least + self.tries):
+            victim = stage.crew.start_worker(role="victim", HOWDAH_FAULT=f"{point}:kill:{count}")
+            with stage.fault(fault.name, scope="worker", target=victim.pid, point=point):
+                self._await_death(stage, victim, point)
+            # One that died idle has shown nothing.
+            if stage.in_hand().get(victim.pid) or stage.stopping.is_set():
+                return
+
+    def _await_death(self, stage: Stage, victim: Child, point: str) -> None:
+        while victim.alive and not victim.ready and not stage.sleep(0.05):
+            pass
+        if point == "during-shutdown":
+            give_up = time.monotonic() + DEATH_PATIENCE
+            while not stage.in_hand().get(victim.pid) and time.monotonic() < give_up:
+                stage.sleep(0.02)
+            victim.send(signal.SIGTERM)
+        if victim.wait(DEATH_PATIENCE) is None:
+            victim.send(signal.SIGTERM)
+            victim.wait(DEATH_PATIENCE)
+
+    def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
+        reached = {window.begin.get("point") for window in hits.windows(history, lease)}
+        left = sorted(self._drawn - reached)
+        return [f"no worker died with a job in hand at {point}" for point in left]
 
 
 class PauseWorkers(Scenario):
@@ -89,20 +120,15 @@ class PauseWorkers(Scenario):
     every = 1.0
     at_once = 2
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "pause worker", {
-                "workers": tuple(random.sample(range(100), self.at_once)),
-                "leases": round(random.uniform(1.2, 1.8), 2),
-            })
-            for at in regularly(random, seconds, self.every)
-        ]  # fmt: skip
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        workers = tuple(random.sample(range(100), self.at_once))
+        return "pause worker", {"workers": workers, "leases": round(random.uniform(1.2, 1.8), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         picked = {
             worker.pid: worker
             for number in fault.detail["workers"]
-            if (worker := stage.crew.pick(number)) is not None
+            if (worker := stage.pick(number)) is not None
         }
         self._pause(stage, fault, list(picked.values()))
 
@@ -126,14 +152,11 @@ class RollingRestarts(Scenario):
     about = "SIGTERM of one worker after the other"
     every = 3.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "restart worker", {"worker": 0})  # the oldest
-            for at in regularly(random, seconds, self.every)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "restart worker", {"worker": 0}  # the oldest
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        worker = stage.crew.pick(fault.detail["worker"])
+        worker = stage.pick(fault.detail["worker"])
         if worker is not None:
             with stage.fault(fault.name, scope="worker", target=worker.pid):
                 worker.send(signal.SIGTERM)
@@ -144,22 +167,35 @@ class KillProducers(Scenario):
     """kill -9 of those who enqueue."""
 
     name = "kill producers"
-    about = "kill -9 of producers, in the middle of a transaction at times"
+    about = "kill -9 of producers in the middle of an enqueue, or of a transaction"
+    first = 2.0
     every = 4.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill producer", {"producer": random.randrange(100)})
-            for at in regularly(random, seconds, self.every, first=2.0)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill producer", {"producer": random.randrange(100)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
+        give_up = time.monotonic() + DEATH_PATIENCE
         producers = stage.crew.producers()
-        if producers:
+        while producers and time.monotonic() < give_up and not stage.sleep(0.001):
             producer = producers[fault.detail["producer"] % len(producers)]
-            with stage.fault(fault.name, scope="producer", target=producer.pid):
-                producer.kill()
-                producer.wait(DEATH_PATIENCE)
+            # It is stopped for a look: is it waiting for an answer?
+            producer.pause()
+            if is_enqueueing(stage.ledger.path, producer.pid):
+                with stage.fault(fault.name, scope="producer", target=producer.pid):
+                    producer.kill()
+                    producer.wait(DEATH_PATIENCE)
+                return
+            producer.resume()
+            producers = stage.crew.producers()
+
+
+def is_enqueueing(path: str, producer: int) -> bool:
+    """Whether the last line of a producer says that it asked for something."""
+    with open(path, "rb") as file:
+        file.seek(-min(os.fstat(file.fileno()).st_size, 262_144), os.SEEK_END)
+        mine = [line for line in file if b'"pid":%d,' % producer in line]
+    return bool(mine) and b'"kind":"enqueue-invoked"' in mine[-1]
 
 
 class Mixed(Scenario):
@@ -184,11 +220,6 @@ class Mixed(Scenario):
 
     def findings(self, stage: Stage) -> list[str]:
         return [finding for part in self.parts for finding in part.findings(stage)]
-
-
-def _await_ready(stage: Stage, worker: Child) -> None:
-    while worker.alive and not worker.ready and not stage.sleep(0.05):
-        pass
 
 
 WORKERS: tuple[type[Scenario], ...] = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from howdah import async_queue, queue
 from howdah.async_store import AsyncStore
-from howdah.errors import DatabaseUnreachable
+from howdah.errors import DatabaseUnreachable, LeaseLost
 from howdah.store import Store
 from howdah.worker import runner
 
@@ -77,15 +77,22 @@ class Notes:
             self._in_trouble = False
             self._ledger.write("well", asked=asked, function=function)
         if function == "claim_job_batch":
-            self._claimed(asked, answer)
-        elif function == "extend_jobs":
+            self._claimed(asked, answer, durable="synchronous_commit" not in statement.text)
+        elif function == "extend_jobs" and answer is not None:  # a bare queue does not say of which
             self._extended(asked, statement, answer)
         elif function in _ACKNOWLEDGING:
-            what, accepted = _ACKNOWLEDGING[function], {str(each) for each in answer}
-            for job, fence, final in self._acknowledged(what, statement):
-                kind = "ack-accepted" if job in accepted else "ack-refused"
-                self._ledger.write(kind, job=job, fence=fence, what=what, final=final, asked=asked)
-                self._claims.pop(job + fence, None)
+            # A bare queue has nothing to say if all were accepted, and else raises `LeaseLost`.
+            ids = statement.parameters[0] if answer is None else answer
+            self._answered(function, asked, statement, {str(each) for each in ids})
+
+    def _answered(
+        self, function: str, asked: float, statement: Statement[Any], accepted: set[str]
+    ) -> None:
+        what = _ACKNOWLEDGING[function]
+        for job, fence, final in self._acknowledged(what, statement):
+            kind = "ack-accepted" if job in accepted else "ack-refused"
+            self._ledger.write(kind, job=job, fence=fence, what=what, final=final, asked=asked)
+            self._claims.pop(job + fence, None)
 
     def failed(
         self, function: str, asked: float, statement: Statement[Any], error: BaseException
@@ -94,19 +101,24 @@ class Notes:
         if isinstance(error, DatabaseUnreachable) and not self._in_trouble:
             self._in_trouble = True
             self._ledger.write("trouble", asked=asked)
-        if function in _ACKNOWLEDGING:
+        if function in _ACKNOWLEDGING and isinstance(error, LeaseLost):
+            lost = set(error.ids)
+            kept = {str(each) for each in statement.parameters[0] if each not in lost}
+            self._answered(function, asked, statement, kept)
+        elif function in _ACKNOWLEDGING:
             what = _ACKNOWLEDGING[function]
             for job, fence, final in self._acknowledged(what, statement):
                 self._ledger.write(
                     "ack-unknown", job=job, fence=fence, what=what, final=final, asked=asked
                 )
 
-    def _claimed(self, asked: float, jobs: Any) -> None:
+    def _claimed(self, asked: float, jobs: Any, *, durable: bool) -> None:
         for job in jobs:
             self._claims[f"{job.id}{job.lease_id}"] = asked, job.attempts >= job.max_attempts
             self._ledger.write(
                 "claim", job=job.id, fence=job.lease_id, attempt=job.attempts, most=job.max_attempts,
                 claims=job.claims, type=job.job_type, queue=job.queue, asked=asked,
+                durable=durable,
             )  # fmt: skip
 
     def _extended(

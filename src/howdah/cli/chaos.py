@@ -98,6 +98,10 @@ def _print(console: Console, verdict: Verdict) -> None:
         + ", ".join(f"{count:,} {status}" for status, count in sorted(verdict.statuses.items()))
     )
     console.print(report.table([verdict]))
+    for each in verdict.missed:
+        console.print(
+            f"{each}: it was not tried; a longer run may.", style="yellow", soft_wrap=True
+        )
     for complaint in report.complaints(verdict):
         console.print(complaint, style="red", markup=False, soft_wrap=True)
     console.print(

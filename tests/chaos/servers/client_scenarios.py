@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import psycopg
 from builds import newer_build, pointing_to
 from clock import HOUR, off_by
 from cuts import CALLS, Cutter, schedule
@@ -22,15 +21,12 @@ from children import until
 from howdah import EXPLICIT, JobQueue
 from howdah.chaos import ledger
 from howdah.chaos.history import History
-from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
-from howdah.statements import quote_schema
+from howdah.chaos.scenario import Fault, Place, Scenario, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from uuid import UUID
-
-    from howdah.chaos.crew import Child
 
 
 FEWEST = 100
@@ -68,6 +64,9 @@ class CutCommits(Scenario):
             stage.sleep(0.1)
         self.cutter.end()
 
+    def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
+        return super().missed(history, [f"cut {called}" for called in CALLS], lease)
+
     def findings(self, stage: Stage) -> list[str]:
         counts = self.cutter.counts()
         few = (
@@ -88,38 +87,24 @@ class WrongClocks(Scenario):
 
     about = "clocks of workers and producers one hour ahead and behind"
     least = 12.0
+    every = 4.0
 
     def __init__(self, seconds: int = HOUR) -> None:
         self.environment = off_by(seconds)
         self.name = f"clocks {'ahead' if seconds > 0 else 'behind'}"
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "kill worker", {"the next one's clock": random.choice([HOUR, -HOUR, 0])})
-            for at in regularly(random, seconds, every=4, first=1)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "kill worker", {"the next one's clock": random.choice([HOUR, -HOUR, 0])}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         """One that has jobs in hand dies; another with another clock takes its place."""
-        victim = while_loaded(stage, lambda: _busiest(stage))
+        while_loaded(stage, lambda: sum(worker.ready for worker in stage.crew.workers()) >= 3)
+        victim = stage.pick(0)
         if victim is not None:
             with stage.fault(fault.name, scope="worker", target=victim.pid):
                 victim.kill()
                 victim.wait(30)
             stage.crew.start_worker(**off_by(fault.detail["the next one's clock"]))
-
-
-def _busiest(stage: Stage) -> Child | None:
-    """The worker that has most jobs in hand, if enough others have started to do without it."""
-    if sum(worker.ready for worker in stage.crew.workers()) < 3:
-        return None
-    query = (
-        f"SELECT split_part(worker_id, ':', 2)::int FROM {quote_schema(stage.place.schema)}.live_jobs "
-        "WHERE status = 'claimed' GROUP BY 1 ORDER BY count(*) DESC"
-    )
-    with psycopg.connect(stage.place.checker, autocommit=True) as conn:
-        busy = [pid for (pid,) in conn.execute(query.encode())]
-    return next((w for pid in busy for w in stage.crew.workers() if w.pid == pid), None)
 
 
 # A release that changes what old workers use: columns of both tables, and a function that every worker
@@ -161,9 +146,10 @@ class RollingUpgrade(Scenario):
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         if fault.name == "migrate":
-            # No leniency: a migration of which the workers notice nothing is what is promised.
             self.old = frozenset(worker.pid for worker in stage.crew.workers())
-            migrate(stage, self.build)
+            # A migration of which the workers notice nothing is what is promised.
+            with stage.fault(fault.name, scope="neighbour"):
+                migrate(stage, self.build)
             return
         new = stage.crew.start_worker(**pointing_to(self.build))
         until(lambda: new.ready or not new.alive, "a worker of the next release started")
@@ -174,11 +160,10 @@ class RollingUpgrade(Scenario):
                 until(lambda: not old[0].alive, "the old worker left")
 
     def findings(self, stage: Stage) -> list[str]:
-        workers = History(ledger.read(stage.ledger.path)).by_worker()
-        lines = [
-            f"worker {pid} of the last release never worked" for pid in self.old - set(workers)
-        ]
-        if not set(workers) - self.old:
+        history = History(ledger.read(stage.ledger.path))
+        workers = history.by_worker().keys() & history.ready.keys()
+        lines = [f"worker {pid} of the last release never worked" for pid in self.old - workers]
+        if not workers - self.old:
             lines.append("no worker of the next release has worked")
         return lines
 
@@ -200,12 +185,10 @@ class Stalls(Scenario):
     about = "a handler blocks the event loop past several leases"
     least = 12.0
     workers = 2
+    every = 6.0
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, "stall", {"leases": round(random.uniform(1.5, 3), 1)})
-            for at in regularly(random, seconds, every=6, first=1)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "stall", {"leases": round(random.uniform(1.5, 3), 1)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         seconds = fault.detail["leases"] * stage.lease

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from howdah.chaos.run import Load, perform
+from howdah.chaos.scenario import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import psycopg
 
     from howdah.chaos.run import Verdict
     from howdah.chaos.scenario import Scenario
@@ -44,3 +47,6 @@ class _LateDatabase:
 
     def __getattr__(self, name: str) -> str:
         return self._make()
+
+    def connect(self) -> psycopg.Connection[Any]:
+        return Place(self.database, self.checker).connect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import disturbances
 import psycopg
@@ -15,8 +15,7 @@ from small_disk import Part, SmallDisk, cramped
 from children import until
 from howdah.chaos import ledger
 from howdah.chaos.history import History
-from howdah.chaos.scenario import Fault, Place, Scenario, Stage, regularly
-from howdah.statements import quote_schema
+from howdah.chaos.scenario import Fault, Place, Scenario, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,14 +38,6 @@ def while_loaded(stage: Stage, condition: Callable[[], T | None]) -> T | None:
     return None
 
 
-def in_the_middle(stage: Stage, jobs: int = 3) -> None:
-    """Wait until workers have some jobs in hand, lest the fault hits nobody."""
-    table = f"{quote_schema(stage.place.schema)}.live_jobs"
-    query = f"SELECT count(*) >= {jobs} FROM {table} WHERE status = 'claimed'"
-    with psycopg.connect(stage.place.checker, autocommit=True) as conn:
-        while_loaded(stage, lambda: (conn.execute(query.encode()).fetchone() or [None])[0])
-
-
 class FailOver(Scenario):
     """The primary's machine dies in the middle; its synchronous standby takes over."""
 
@@ -66,7 +57,6 @@ class FailOver(Scenario):
         return [Fault(round(seconds * random.uniform(0.4, 0.6), 2), "fail over")]
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        in_the_middle(stage)
         with stage.fault(fault.name, scope="server"):
             self.pair.fail_over()
 
@@ -107,7 +97,7 @@ class FailOverWithLoss(FailOver):
         known = _acknowledged(stage)
         while_loaded(stage, lambda: _acknowledged(stage) - known)
         stage.sleep(fault.detail["behind"])
-        in_the_middle(stage)
+        stage.await_busy()
         with stage.fault(fault.name, scope="server"):
             self.pair.promote()
             at_promotion = self.pair.jobs_of(self.pair.standby)
@@ -136,7 +126,11 @@ class DiskFull(Scenario):
     name = "disk full"
     about = "no room for data, then room again"
     least = 16.0
+    first = 3.0
+    every = 12.0
     part: ClassVar[Part] = "data"
+    scope: ClassVar[str] = "connection"
+    """Statements fail; the server stays."""
     server: EmbeddedServer
     disk: SmallDisk
 
@@ -150,15 +144,11 @@ class DiskFull(Scenario):
                 conn.execute("CREATE TABLE public.ballast (filler text)")
             yield Place(self.server.url, self.server.url)
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, self.name, {"seconds": round(random.uniform(0.5, 2), 2)})
-            for at in regularly(random, seconds, every=12, first=3)
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return self.name, {"seconds": round(random.uniform(0.5, 2), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        in_the_middle(stage)
-        with stage.fault(fault.name, scope="server"):
+        with stage.fault(fault.name, scope=self.scope):
             self.disk.fill()
             until(self._is_full, "the server is out of room")
             stage.sleep(fault.detail["seconds"])
@@ -187,6 +177,7 @@ class WalFull(DiskFull):
     name = "WAL full"
     about = "no room for the WAL: the server panics; then room again"
     part = "wal"
+    scope = "server"
 
 
 class Pooled(Scenario):
@@ -195,6 +186,8 @@ class Pooled(Scenario):
     name = "pooler"
     about = "PgBouncer in transaction mode, restarted and killed"
     least = 18.0
+    first = 2.0
+    every = 5.0
     pooler: Pooler
 
     @contextlib.contextmanager
@@ -205,15 +198,11 @@ class Pooled(Scenario):
         ):
             yield Place(self.pooler.url, common.checker, common.schema)
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        return [
-            Fault(at, random.choice(["restart the pooler", "kill the pooler"]), {"down": down})
-            for at in regularly(random, seconds, every=5, first=2)
-            if (down := round(random.uniform(0, 1), 2)) is not None
-        ]
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        name = random.choice(["restart the pooler", "kill the pooler"])
+        return name, {"down": round(random.uniform(0, 1), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
-        in_the_middle(stage)
         with stage.fault(fault.name, scope="connection"):
             if fault.name.startswith("kill"):
                 self.pooler.kill()
@@ -229,6 +218,8 @@ class Neighbours(Scenario):
     name = "neighbours"
     about = "a held transaction, a DDL lock, REINDEX, no connection left"
     least = 28.0
+    first = 2.0
+    every = 5.0
     server: EmbeddedServer
     KINDS = (
         "hold a transaction",
@@ -244,40 +235,41 @@ class Neighbours(Scenario):
             yield Place(self.server.url, self.server.url)
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        kinds = list(self.KINDS)
-        random.shuffle(kinds)
-        return [
-            Fault(at, kinds[n % len(kinds)], {"seconds": round(random.uniform(1, 3.5), 2)})
-            for n, at in enumerate(regularly(random, seconds, every=5, first=2))
-        ]
+        self._left: list[str] = []
+        return super().schedule(random, seconds)
+
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        self._left = self._left or random.sample(self.KINDS, len(self.KINDS))
+        return self._left.pop(), {"seconds": round(random.uniform(1, 3.5), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         url, seconds = stage.place.checker, fault.detail["seconds"]
-        in_the_middle(stage)
         match fault.name:
             case "hold a transaction":
-                # It may disturb nobody: the ledger has it as a fault of the one who holds it.
                 with (
-                    disturbances.held_transaction(url) as pid,
-                    stage.fault(fault.name, scope="worker", target=pid),
+                    disturbances.held_transaction(url),
+                    stage.fault(fault.name, scope="neighbour"),
                 ):
                     stage.sleep(seconds)
             case "lock for DDL":
                 with (
-                    stage.fault(fault.name, scope="server"),
+                    stage.fault(fault.name, scope="delay"),
                     disturbances.ddl_lock(url) as pid,
                 ):
                     while_loaded(stage, lambda: disturbances.waiting_for(url, pid))
                     stage.sleep(seconds)
             case "no connection left":
                 with (
-                    stage.fault(fault.name, scope="server"),
+                    stage.fault(fault.name, scope="connection"),
                     disturbances.no_connection_left(url),
                 ):
                     stage.sleep(seconds)
+            case "REINDEX":
+                with stage.fault(fault.name, scope="delay"):
+                    disturbances.reindex(url, concurrently=False)
             case _:
-                with stage.fault(fault.name, scope="server"):
-                    disturbances.reindex(url, concurrently=fault.name.endswith("CONCURRENTLY"))
+                with stage.fault(fault.name, scope="neighbour"):
+                    disturbances.reindex(url, concurrently=True)
 
     def findings(self, stage: Stage) -> list[str]:
         if disturbances.indexes_are_valid(stage.place.checker):
