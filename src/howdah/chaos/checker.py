@@ -34,7 +34,7 @@ PROMISES = {
     "P4": "never more attempts than allowed",
     "P5": "a rolled-back enqueue never runs",
     "P6": "nothing is completed without its work; effects in the database happen exactly once",
-    "P7": "order",
+    "P7": "jobs under one ordering key run in order",
     "P8": "a bad job harms no neighbour",
     "P9": "work resumes by itself",
 }

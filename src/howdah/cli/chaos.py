@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import click
 import psycopg
 from rich.console import Console
+from rich.table import Table
 
 from howdah.chaos import report
+from howdah.chaos.checker import PROMISES
 from howdah.chaos.run import Load, Verdict, perform
 from howdah.chaos.scenario import Place
 from howdah.chaos.scenarios import FaultPoints, KillWorkers, Mixed, PauseWorkers, RollingRestarts
@@ -85,19 +87,19 @@ def _run(console: Console, place: Place, directory: Path, seed: int, load: Load)
 
 
 def _print(console: Console, verdict: Verdict) -> None:
+    ends = [f"{count:,} {status}" for status, count in sorted(verdict.statuses.items())]
+    console.print(f"\n[bold]{verdict.acknowledged:,}[/] jobs acknowledged: {', '.join(ends)}\n")
+    faults = Table("fault", "hit a job", "claimed again after", box=None, header_style="dim")
     for name, hits in sorted(verdict.hits.items()):
         times = verdict.recoveries.get(name)
-        back = (
-            f", what it had was claimed again after {report.median(times):.1f} s, {times[-1]:.1f} s at most"
-            if times
-            else ""
-        )
-        console.print(f"{name}: {hits} in the middle of a job{back}", soft_wrap=True)
-    console.print(
-        f"{verdict.acknowledged:,} jobs acknowledged, "
-        + ", ".join(f"{count:,} {status}" for status, count in sorted(verdict.statuses.items()))
-    )
-    console.print(report.table([verdict]))
+        back = f"{report.median(times):.1f} s, {times[-1]:.1f} s at most" if times else ""
+        faults.add_row(name, f"{hits:,} ×", back)
+    promises = Table("promise", "", "broken", box=None, header_style="dim")
+    broken = verdict.broken()
+    for promise, what in PROMISES.items():
+        count = f"[bold red]{broken[promise]:,} ×[/]" if promise in broken else "[green]never[/]"
+        promises.add_row(promise, what, count)
+    console.print(faults, "", promises, "", sep="\n")
     for each in verdict.missed:
         console.print(
             f"{each}: it was not tried; a longer run may.", style="yellow", soft_wrap=True
