@@ -5,9 +5,11 @@ The first line to a process is its request; `driver.py` lists the verbs. What it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -58,8 +60,9 @@ class AdapterProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
+        # The session was made for this process: what is left in it are its own children.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     @property

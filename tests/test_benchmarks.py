@@ -7,7 +7,7 @@ import multiprocessing
 from typing import TYPE_CHECKING
 
 import pytest
-from bench import pgbench, plots, report
+from bench import bars, pgbench, plots, report
 from bench.ledger import Ledger
 from bench.results import Results, percentile
 
@@ -107,12 +107,58 @@ def test_the_report_names_missed_goals_and_draws_what_it_says(
 ) -> None:
     monkeypatch.setattr(report, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
+    reasons = tmp_path / "reasons.toml"
+    reasons.write_text(
+        '[drain-celery]\nwhy = "It was too slow."\n[drain-bare]\nwhy = "Never told."\n'
+    )
+    monkeypatch.setattr(bars, "REASONS", reasons)
     report.write(_results(tmp_path))
     page = (tmp_path / "benchmarks.md").read_text()
     assert "| no-op jobs, over Celery | >= 20 × | 3.00 × [2.00 … 5.00] | **missed** |" in page
+    assert "the goal is >= 20 ×. Why: It was too slow." in page
+    assert "| no-op jobs, over the bare loop | >= 0.7 × | – | not measured |" in page
+    assert "Never told" not in page
+    assert "in 0 of 3 rounds" in page
     assert "| Howdah | 40 [30 … 50] |" in page
     assert "(plots/drain-async.svg)" in page
     assert ">40.00</text>" in (tmp_path / "plots" / "drain-async.svg").read_text()
+
+
+def test_bars_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for number, (full, base) in enumerate([(3.0, 2.0), (4.0, 1.0), (2.0, 2.0)], 1):
+        results.record("growth-full", "howdah", number, {"claim_p99_ms": full})
+        results.record("growth-full-base", "howdah", number, {"claim_p99_ms": base})
+    results.record("growth-idle-100", "howdah", 1, {"server_core_percent": 4.96})
+    told = {bar.key: bars.measured(results, bar)[0] for bar in bars.BARS}
+    assert (claims := told["growth-claims"]) is not None
+    assert (claims.median, claims.low, claims.high) == (1.5, 1.0, 4.0)
+    page = bars.chapter(results)
+    assert "over 10k waiting | <= 2 × | 1.50 × [1.00 … 4.00] | reached |" in page
+    assert (
+        "| 100 idle workers, load on the server | < 5 % of a core | 5.0 % of a core | reached |"
+        in page
+    )
+
+
+def test_a_round_that_one_of_two_missed_has_no_ratio(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for number in (1, 2, 3):
+        results.record("drain-async", "howdah", number, {"jobs_per_second": 10.0 * number})
+    for number in (2, 3):
+        results.record("drain-async", "saq", number, {"jobs_per_second": 10.0})
+    ratio = results.ratios("drain-async", "howdah", "saq", "jobs_per_second")
+    assert ratio is not None
+    assert (ratio.low, ratio.high, ratio.rounds) == (2.0, 3.0, 2)
+
+
+def test_the_best_peer_is_neither_howdah_nor_a_ceiling(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for peer, p50 in (("howdah", 1.0), ("bare", 0.5), ("saq", 2.0), ("celery", 3.0)):
+        results.record("pickup-idle", peer, 1, {"call_p50_ms": p50, "jobs_per_second": p50})
+    assert bars.best_peer(results, "pickup-idle", "call_p50_ms") == "saq"
+    assert bars.best_peer(results, "pickup-idle", "jobs_per_second") == "celery"
+    assert bars.best_peer(results, "enqueue-64", "jobs_per_second") is None
 
 
 def test_a_plot_is_well_formed_whatever_a_peer_is_called() -> None:

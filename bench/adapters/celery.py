@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from bench.adapters.driver import Call, Life
     from bench.ledger import Ledger
 
-POOL = os.environ.get("BENCH_POOL", "prefork")
+CORES = os.cpu_count() or 1
+# By the kind of handler: the best of those that were tried.
+POOLS = {"async": "prefork", "io": "threads", "thread": "threads", "process": "prefork"}
+THREADS = int(os.environ.get("BENCH_THREADS", str(CORES)))
 
 
 class CeleryPeer(driver.Peer):
@@ -58,11 +61,12 @@ class CeleryPeer(driver.Peer):
         with tempfile.TemporaryDirectory() as home:
             ready = f"{home}/ready"
             os.environ.update(BENCH_READY=ready, BENCH_HANDLER=self.handler)
+            pool = os.environ.get("BENCH_POOL") or POOLS[self.handler]
             options = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
             worker = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "celery", "-A", "bench.adapters.celery_tasks", "worker"),
-                *(*options, "--loglevel", "WARNING", "--pool", POOL),
-                *("--concurrency", str(os.cpu_count() or 1)),
+                *(*options, "--loglevel", "WARNING", "--pool", pool),
+                *("--concurrency", str(THREADS if pool == "threads" else CORES)),
                 env=dict(os.environ),
             )
             while not os.path.exists(ready):  # noqa: ASYNC240

@@ -21,16 +21,18 @@ const tell = (event, facts) => process.stdout.write(JSON.stringify({ event, ...f
 const logger = new Logger(() => (level, message) => {
   if (level === "error" || level === "warning") process.stderr.write(message + "\n");
 });
+const option = (name, fallback) => Number(process.env[name] ?? fallback);
+const concurrentJobs = option("BENCH_CONCURRENCY", 24);
 const preset = {
   worker: {
-    concurrentJobs: 24,
-    maxPoolSize: 25,
-    localQueue: { size: 500 },
-    completeJobBatchDelay: 0,
-    failJobBatchDelay: 0,
+    concurrentJobs,
+    maxPoolSize: concurrentJobs + 1,
+    localQueue: { size: option("BENCH_LOCAL", 500) },
+    completeJobBatchDelay: option("BENCH_DELAY", 0),
+    failJobBatchDelay: option("BENCH_DELAY", 0),
   },
 };
-const pool = () => new Pool({ host: process.env.PGHOST, max: 25 });
+const pool = () => new Pool({ host: process.env.PGHOST, max: concurrentJobs + 1 });
 
 // What whoever started us says. Their end is ours.
 const events = { go: null, stop: null };

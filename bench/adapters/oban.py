@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bench.ledger import Ledger
 
 LIMIT = int(os.environ.get("BENCH_LIMIT", "500"))
+DEBOUNCE = float(os.environ.get("BENCH_DEBOUNCE", "0.005"))
 _ledger: list[Ledger] = []
 _pause: list[float] = []
 
@@ -78,7 +79,8 @@ class ObanPy(driver.Peer):
         if self.handler == "io":
             _pause.append(0.001)
         pool = await Oban.create_pool(self.database, min_size=1, max_size=10)
-        async with Oban(pool=pool, queues={"default": LIMIT}):
+        queue: Any = {"limit": LIMIT, "debounce_interval": DEBOUNCE}
+        async with Oban(pool=pool, queues={"default": queue}):
             life.ready()
             await life.stopped.wait()
         await pool.close()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from bench.ledger import Ledger
 
 BATCH_SIZE = int(os.environ.get("BENCH_BATCH", "500"))
+MAX_TASKS = int(os.environ.get("BENCH_TASKS", "0")) or None
 
 
 def _encode(call: Call) -> bytes:
@@ -71,14 +72,24 @@ class PgQueuer(driver.Peer):
         connection = await asyncpg.connect(self.database)
         manager = QueueManager(Queries(AsyncpgDriver(connection)))
 
-        async def handle(job: Any) -> None:
+        def mark(job: Any) -> None:
             ledger.mark(json.loads(job.payload or b"")["number"])
+
+        async def handle(job: Any) -> None:
+            if self.handler == "thread":
+                await asyncio.to_thread(mark, job)
+                return
+            mark(job)
             if self.handler == "io":
                 await asyncio.sleep(0.001)
 
         manager.entrypoint("job")(handle)
         running = asyncio.create_task(
-            manager.run(dequeue_timeout=timedelta(seconds=30), batch_size=BATCH_SIZE)
+            manager.run(
+                dequeue_timeout=timedelta(seconds=30),
+                batch_size=BATCH_SIZE,
+                max_concurrent_tasks=MAX_TASKS,
+            )
         )
         await life.lived_through(running)
         manager.shutdown.set()

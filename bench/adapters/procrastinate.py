@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bench.ledger import Ledger
 
 CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "20"))
+POLLING = float(os.environ.get("BENCH_POLLING", "0.1"))
 
 
 class Procrastinate(driver.Peer):
@@ -40,7 +41,11 @@ class Procrastinate(driver.Peer):
             if handler == "io":
                 await asyncio.sleep(0.001)
 
-        self.task = self.app.task(name="job")(handle)
+        def handle_in_a_thread(number: int, pad: str) -> None:
+            if self.ledger is not None:
+                self.ledger.mark(number)
+
+        self.task = self.app.task(name="job")(handle_in_a_thread if handler == "thread" else handle)
 
     async def setup(self) -> None:
         async with self.app.open_async():
@@ -70,7 +75,11 @@ class Procrastinate(driver.Peer):
         self.ledger = ledger
         async with self.app.open_async():
             running = asyncio.create_task(
-                self.app.run_worker_async(concurrency=CONCURRENCY, install_signal_handlers=False)
+                self.app.run_worker_async(
+                    concurrency=CONCURRENCY,
+                    fetch_job_polling_interval=POLLING,
+                    install_signal_handlers=False,
+                )
             )
             await life.lived_through(running)
             running.cancel()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bench.ledger import Ledger
 
 CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "20"))
+OPERATIONS = int(os.environ.get("BENCH_OPERATIONS", "20"))
 
 
 class Saq(driver.Peer):
@@ -31,7 +32,7 @@ class Saq(driver.Peer):
     _queue: Any
 
     async def connect(self) -> None:
-        self._queue = RedisQueue.from_url(f"unix://{self.database}")
+        self._queue = RedisQueue.from_url(f"unix://{self.database}", max_concurrent_ops=OPERATIONS)
         await self._queue.connect()
 
     async def close(self) -> None:
@@ -49,8 +50,12 @@ class Saq(driver.Peer):
             if self.handler == "io":
                 await asyncio.sleep(0.001)
 
+        def handle_in_a_thread(context: Any, *, number: int, pad: str) -> None:
+            ledger.mark(number)
+
         await self.connect()
-        worker = Worker(self._queue, [("handle", handle)], concurrency=CONCURRENCY)
+        function: Any = handle_in_a_thread if self.handler == "thread" else handle
+        worker = Worker(self._queue, [("handle", function)], concurrency=CONCURRENCY)
         running = asyncio.create_task(worker.start())
         await life.lived_through(running)
         # A stop sends jobs back that are done and not yet acknowledged, and they run again.
