@@ -88,6 +88,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peers", help="names, separated by commas")
     parser.add_argument("--only", help="workloads whose names begin so, separated by commas")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="after which each workload has one round more"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of jobs")
     parser.add_argument(
         "--steady", type=float, default=60.0, help="seconds of it; slow peers get a quarter"

@@ -31,7 +31,7 @@ class Peer:
     is_ceiling: bool = False
     drain: int = 20_000
     """Jobs of a round of no-op jobs."""
-    single: int = 2_000
+    single: int = 1_500
     """Jobs of a round of single enqueues, one after the other."""
     counted: str = ""
     """What counts the jobs in its queue, in SQL or for Redis. Howdah's are counted as they run."""
@@ -91,7 +91,7 @@ EVERYTHING = MAIN | {"drain-thread", "drain-process", "progress"}
 UVLOOP = "uvloop==0.23.0"
 PSYCOPG = "psycopg[binary]==3.3.8"
 PEERS = [
-    Peer("howdah", "Howdah", "postgres", drain=60_000, single=4_000, takes=EVERYTHING),
+    Peer("howdah", "Howdah", "postgres", drain=60_000, single=3_000, takes=EVERYTHING),
     Peer("bare", "bare asyncpg loop", "postgres", is_ceiling=True, drain=60_000),
     Peer("pipelined", "bare loop, pipelined", "postgres", is_ceiling=True, drain=60_000),
     Peer("pgbench", "pgbench, same statements", "postgres", is_ceiling=True, drain=60_000),
@@ -147,7 +147,8 @@ PEERS = [
         "Celery",
         "redis",
         ("celery[redis]==5.7.0",),
-        drain=4_000,
+        drain=2_500,
+        single=1_000,
         counted="LLEN celery",
         takes=ALL | {"drain-thread", "drain-process"},
     ),

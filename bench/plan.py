@@ -166,10 +166,15 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
             rounds += [(workload, peer, number) for peer in taking_part]
     broken: set[tuple[str, str]] = set()
     for done, (workload, peer, number) in enumerate(rounds):
-        if (peer.name, workload.name) not in broken:
-            told = f"{_clock(time.monotonic() - started)} {100 * done // len(rounds):>3} %"
-            if not _measure(run, workload, peer, number, told):
-                broken.add((peer.name, workload.name))
+        if (peer.name, workload.name) in broken:
+            continue
+        passed = time.monotonic() - started
+        if number > 1 and passed > 60 * options.minutes:
+            results.leave_out(f"{workload.name}, round {number}", "the time of the run was up")
+            continue
+        told = f"{_clock(passed)} {100 * done // len(rounds):>3} %"
+        if not _measure(run, workload, peer, number, told):
+            broken.add((peer.name, workload.name))
     return not any(peer.startswith("howdah") for peer, _ in broken)
 
 

@@ -249,7 +249,8 @@ def _section(results: Results, workload: str) -> str:
     parts = [f"## {title}", text]
     if plot:
         name = f"{workload}.svg"
-        unit = "ms, less is better" if plot.endswith("_ms") else "a second"
+        unit = "p50 in ms, less is better" if plot.endswith("_ms") else "jobs a second"
+        unit += "; median of the rounds, lowest and highest"
         (PLOTS / name).write_text(plots.bars(title, unit, _chart(results, workload, plot, entries)))
         parts.append(f"![{title}](plots/{name})")
     head = " | ".join(["", *(column.heading for column in columns), "Howdah over it"])
@@ -270,7 +271,7 @@ def _ranked(results: Results, workload: str, figure: str) -> list[str]:
 
 def _chart(results: Results, workload: str, figure: str, entries: list[str]) -> list[plots.Bar]:
     drawn = []
-    for peer in entries:
+    for peer in sorted(entries, key=lambda peer: peer in CEILINGS):  # below those who are compared
         found = results.summary(workload, peer, figure)
         if found is not None:
             colour = plots.THEIRS
