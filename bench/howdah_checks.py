@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from bench.services import Postgres
     from bench.workloads import Stage
 
-# Says under which settings rows really were written, whoever wrote them and through whatever function.
+# Says under which settings rows really were committed, whoever wrote them and through whatever function: it runs
+# as the last thing before the commit, which reads the setting then.
 PROBE = (
     "CREATE TABLE public.bench_probe (relation text, fsync text, synchronous_commit text)",
     """CREATE FUNCTION public.bench_probe() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -26,10 +27,10 @@ PROBE = (
         VALUES (TG_ARGV[0], current_setting('fsync'), current_setting('synchronous_commit'));
         RETURN NULL;
     END $$""",
-    """CREATE TRIGGER bench_probe AFTER INSERT ON howdah.live_jobs
-    FOR EACH ROW EXECUTE FUNCTION public.bench_probe('enqueue')""",
-    """CREATE TRIGGER bench_probe AFTER INSERT ON howdah.finished_jobs
-    FOR EACH ROW EXECUTE FUNCTION public.bench_probe('acknowledgement')""",
+    """CREATE CONSTRAINT TRIGGER bench_probe AFTER INSERT ON howdah.live_jobs
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION public.bench_probe('enqueue')""",
+    """CREATE CONSTRAINT TRIGGER bench_probe AFTER INSERT ON howdah.finished_jobs
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION public.bench_probe('acknowledgement')""",
 )
 PROBES = 256  # so many that a bulk enqueue goes the way of a large one
 PATIENCE = 30.0

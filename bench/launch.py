@@ -53,7 +53,8 @@ class AdapterProcess:
                 start_new_session=True,
             )
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._send(request)
 
     def __enter__(self) -> AdapterProcess:
@@ -64,6 +65,11 @@ class AdapterProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
     @property
     def pid(self) -> int:

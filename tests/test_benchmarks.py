@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 from typing import TYPE_CHECKING
 
 import pytest
-from bench import bars, pgbench, plots, report
+from bench import bars, peers, pgbench, plan, plots, report, workloads
 from bench.ledger import Ledger
 from bench.results import Results, percentile
+from bench.services import Postgres
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,3 +174,80 @@ def test_pgbench_runs_the_statements_of_the_worker() -> None:
     assert '"howdah".claim_job_batch(' in script
     assert '"howdah".complete_jobs(' in script
     assert "$" not in script
+
+
+def _run_plan(
+    path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str, minutes: float = 9.0
+) -> tuple[Results, bool]:
+    """Three rounds of one workload for three peers, of whom one breaks in its second round."""
+    tried: list[str] = []
+
+    def measure(run: plan.Run, peer: peers.Peer) -> plan.Outcome:
+        tried.append(peer.name)
+        if peer.name == breaks and tried.count(breaks) == 2:
+            raise ConnectionError("the server hung up\nand more")
+        return {"drain-async": {"jobs_per_second": 1.0}}
+
+    workload = plan.Workload("drain-async", measure, ceilings=True)
+    monkeypatch.setattr(plan, "WORKLOADS", [workload])
+    results = Results(path / "results.json")
+    options = argparse.Namespace(scale=1.0, quick=False, only=None, steady=1.0, rounds=3)
+    options.minutes = minutes
+    stage = workloads.Stage(None, None)  # type: ignore[arg-type]
+    is_whole = plan.run(stage, peers.find(["howdah", "saq", "celery"]), results, options)
+    return results, is_whole
+
+
+def test_a_peer_that_breaks_is_left_out_and_told_and_nobody_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, is_whole = _run_plan(tmp_path, monkeypatch, "saq")
+    assert is_whole
+    rounds = {p: results.by_round("drain-async", p, "jobs_per_second") for p in ("howdah", "saq")}
+    assert (list(rounds["howdah"]), list(rounds["saq"])) == ([1, 2, 3], [1])
+    told = report._left_out(Results(tmp_path / "results.json").content)
+    assert told == "\n- Not measured: saq: drain-async: round 2: the server hung up"
+
+
+def test_a_run_in_which_howdah_breaks_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, is_whole = _run_plan(tmp_path, monkeypatch, "howdah")
+    assert not is_whole
+    assert len(results.values("drain-async", "celery", "jobs_per_second")) == 3
+
+
+def test_a_run_whose_time_is_up_has_one_round_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, _ = _run_plan(tmp_path, monkeypatch, "nobody", minutes=0.0)
+    assert [r["round"] for r in results.rounds] == [1, 1, 1]
+    assert "drain-async, round 3" in results.content["skipped"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["fsync", "synchronous_commit"])
+def test_a_round_on_a_server_that_is_not_durable_is_refused(setting: str) -> None:
+    peer = peers.find(["howdah"])[0]
+    with Postgres({setting: "off"}) as postgres:
+        stage = workloads.Stage(postgres, None)
+        stage.setup(peer)
+        with pytest.raises(AssertionError, match="not durable"):
+            workloads.enqueue_only(stage, peer, 100, "single")
+
+
+@pytest.mark.slow
+def test_a_round_keeps_what_it_has_proven() -> None:
+    peer = peers.find(["howdah"])[0]
+    with Postgres() as postgres:
+        stage = workloads.Stage(postgres, None)
+        stage.setup(peer)
+        workloads.drain(stage, peer, 300)
+    assert stage.checked == {
+        "history_rows": 300,
+        "fsync": "on",
+        "synchronous_commit_of_acknowledgements": "on",
+        "synchronous_commit_of_enqueues": "on",
+        "witnessed_jobs": 256,
+        "stale_acknowledgement": "refused: LeaseLost",
+    }
