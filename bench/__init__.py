@@ -8,7 +8,7 @@ nothing but the standard library.
     peers.py         who is measured, and an environment for each, below .bench/
     launch.py        processes of adapters: start, talk to, stop
     adapters/        one file for each peer; driver.py has what they share
-    tryouts.py       the settings of peers that were tried before the best were taken
+    choices.py       the settings of peers that a run tries itself; tryouts.py has more, by hand
     ledger.py        which handlers ran, and when; in memory that processes share
     workloads.py     one round of each kind of work
     howdah_checks.py what every round of ours must prove

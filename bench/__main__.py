@@ -44,7 +44,7 @@ def main() -> int:
             redis = stack.enter_context(Redis())
         results.describe(
             machine=describe(),
-            versions=versions,
+            versions=results.content.get("versions", {}) | versions,
             skipped=skipped,
             postgres=postgres.facts(),
             redis=redis.facts() if redis else {},
@@ -89,14 +89,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", help="workloads whose names begin so, separated by commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--minutes", type=float, default=30.0, help="after which each workload has one round more"
+        "--minutes",
+        type=float,
+        help="after which each workload has but one round more; 30, or 2 if quick",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of jobs")
     parser.add_argument(
         "--steady", type=float, default=60.0, help="seconds of it; slow peers get a quarter"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.minutes is None:
+        options.minutes = 2.0 if options.quick else 30.0
+    return options
 
 
 if __name__ == "__main__":

@@ -38,6 +38,9 @@ class Peer:
     takes: frozenset[str] = field(default_factory=frozenset)
     """Optional workloads that it takes part in."""
 
+    variants: tuple[dict[str, str], ...] = ()
+    """Settings, in the variables that its adapter reads, of which a run tries all and takes the best."""
+
     @property
     def is_ours(self) -> bool:
         """Works on Howdah's tables, and proves what Howdah promises."""
@@ -112,6 +115,7 @@ PEERS = [
         is_node=True,
         drain=60_000,
         counted="SELECT count(*) FROM graphile_worker.jobs",
+        variants=({"BENCH_CONCURRENCY": "24"}, {"BENCH_CONCURRENCY": "100"}),
         takes=MAIN,
     ),
     Peer(
@@ -150,6 +154,12 @@ PEERS = [
         drain=2_500,
         single=1_000,
         counted="LLEN celery",
+        variants=(
+            {"BENCH_POOL": "prefork"},
+            {"BENCH_POOL": "threads"},
+            {"BENCH_POOL": "threads", "BENCH_THREADS": "10"},
+            {"BENCH_POOL": "solo"},
+        ),
         takes=ALL | {"drain-thread", "drain-process"},
     ),
 ]

@@ -63,7 +63,7 @@ def _run(stage: Stage, turns: int) -> float:
         done = subprocess.run(
             [program, *options, f"--transactions={turns}", f"--file={file.name}"],
             env={**os.environ, **stage.postgres.environment, "PGDATABASE": "bench_pgbench"},
-            capture_output=True, text=True, check=False,
+            capture_output=True, text=True, check=False, timeout=300,
         )  # fmt: skip
     told = re.search(r"tps = ([\d.]+)", done.stdout)
     if done.returncode != 0 or told is None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bench import pgbench, workloads
+from bench.choices import Choices, in_environment
 from bench.launch import AdapterError
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
         for number in range(1, min(options.rounds, workload.rounds) + 1):
             rounds += [(workload, peer, number) for peer in taking_part]
     broken: set[tuple[str, str]] = set()
+    choices = Choices()
     for done, (workload, peer, number) in enumerate(rounds):
         if (peer.name, workload.name) in broken:
             continue
@@ -173,9 +175,20 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
             results.leave_out(f"{workload.name}, round {number}", "the time of the run was up")
             continue
         told = f"{_clock(passed)} {100 * done // len(rounds):>3} %"
-        if not _measure(run, workload, peer, number, told):
-            broken.add((peer.name, workload.name))
+        _choose(run, workload, peer, choices, told)
+        with in_environment(choices.of(peer, workload.name)):
+            facts = choices.facts(peer, workload.name)
+            if not _measure(run, workload, peer, number, told, facts):
+                broken.add((peer.name, workload.name))
     return not any(peer.startswith("howdah") for peer, _ in broken)
+
+
+def _choose(run: Run, workload: Workload, peer: Peer, choices: Choices, progress: str) -> None:
+    """Try a peer's settings before its first round."""
+    small = replace(run, scale=run.scale * 0.3)
+    label = f"{progress}  {workload.name:<20} {peer.name:<14} tries its settings"
+    run.stage.show = lambda text: _line(f"{label}  {text}")
+    choices.make(peer, workload.name, lambda: workload.measure(small, peer)[workload.name])
 
 
 def _clock(seconds: float) -> str:
@@ -189,7 +202,9 @@ def _takes_part(peer: Peer, workload: Workload) -> bool:
     return not workload.optional or name in peer.takes
 
 
-def _measure(run: Run, workload: Workload, peer: Peer, number: int, progress: str) -> bool:
+def _measure(
+    run: Run, workload: Workload, peer: Peer, number: int, progress: str, facts: dict[str, object]
+) -> bool:
     """One round of one peer. One that breaks is left out of the rest of this workload, and said so."""
     label = f"{progress}  {workload.name:<20} {peer.name:<14} round {number}"
     run.stage.checked = {}
@@ -207,7 +222,7 @@ def _measure(run: Run, workload: Workload, peer: Peer, number: int, progress: st
         run.results.save()
         return False
     for name, figures in outcome.items():
-        run.results.record(name, peer.name, number, figures, run.stage.checked)
+        run.results.record(name, peer.name, number, figures, run.stage.checked | facts)
     told = "  ".join(_figure(*item) for figures in outcome.values() for item in figures.items())
     _line("")
     print(f"{_BACK}{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)

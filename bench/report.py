@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench import bars, growth_report, peers, plots
+from bench import bars, choices, growth_report, peers, plots
 from bench.bars import CEILINGS, TITLES
 from bench.launch import ROOT
 from bench.results import Results
@@ -158,7 +158,7 @@ def write(results: Results) -> None:
         *(_section(results, name) for name in SECTIONS),
         _payloads(results),
         _growth(results),
-        _settings(),
+        _settings(results),
     ]
     PAGE.write_text("\n\n".join(part.strip() for part in parts if part) + "\n")
 
@@ -326,13 +326,35 @@ def _growth(results: Results) -> str:
     return growth_report.chapter(results)
 
 
-def _settings() -> str:
-    """How each peer was set up, in the words of its adapter."""
+def _settings(results: Results) -> str:
+    """How each peer was set up, in the words of its adapter, and what this run chose."""
     parts = ["## How each peer is set up"]
     for peer in peers.PEERS:
         path = ROOT / "bench" / "adapters" / f"{peer.name}.{'cjs' if peer.is_node else 'py'}"
         parts.append(f"### {peer.title}\n\n{_header(path)}")
+        chosen = [_choice(results, peer.name, workload) for workload in choices.TRIED_ON]
+        parts += filter(None, chosen)
     return "\n\n".join(parts)
+
+
+def _choice(results: Results, peer: str, workload: str) -> str:
+    """What was tried before the rounds of a workload."""
+    facts = next(
+        (
+            r["facts"]
+            for r in results.rounds
+            if (r["workload"], r["peer"]) == (workload, peer) and "tried" in r["facts"]
+        ),
+        None,
+    )
+    if facts is None:
+        return ""
+    unit = "ms" if workload.startswith("pickup") else "jobs/s"
+    tried = "; ".join(
+        f"{label}: {value:,.2f} {unit}" if value < 100 else f"{label}: {value:,.0f} {unit}"
+        for label, value in facts["tried"].items()
+    )
+    return f"{SECTIONS[workload][0]}: measured with {facts['settings']}, the best of one try each ({tried})."
 
 
 def _header(path: Path) -> str:

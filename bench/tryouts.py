@@ -1,17 +1,17 @@
 """`python -m bench.tryouts`: the settings of peers that were tried before the best were taken, in turns with each
-other like the rounds of the benchmarks. Prints medians and spreads; the headers of the adapters say what was
-made of them."""
+other like the rounds of the benchmarks. Prints medians and spreads, of rates also the CPU time of a job in client and
+server, which a busy machine changes less; the headers of the adapters say what was made of them."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import sys
 from collections import defaultdict
 
 from bench import peers, plan, workloads
+from bench.choices import in_environment, told
 from bench.launch import HOME, AdapterError
 from bench.services import Postgres, Redis
 
@@ -91,22 +91,26 @@ def _try(
     rounds: int,
 ) -> None:
     found: dict[str, list[float]] = defaultdict(list)
+    used: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for variant in variants:
-            label = " ".join(f"{k}={v}" for k, v in variant.items()) or "as it is set up"
-            os.environ.update(variant)
+            label = told(variant) or "as it is set up"
             try:
-                figures = workload.measure(run, peer)[workload.name]
+                with in_environment(variant):
+                    figures = workload.measure(run, peer)[workload.name]
                 found[label].append(figures.get("jobs_per_second") or figures["call_p50_ms"])
+                used[label].append(
+                    figures.get("client_cpu_us", 0) + figures.get("server_cpu_us", 0)
+                )
             except (AdapterError, AssertionError) as error:
                 print(f"{peer.name} {label}: {str(error).splitlines()[0]}", flush=True)
-            finally:
-                for name in variant:
-                    del os.environ[name]
     for label, values in found.items():
         spread = f"[{min(values):,.2f} … {max(values):,.2f}]"
-        told = f"{peer.name:<14} {workload.name:<13} {label:<44}"
-        print(f"{told} {statistics.median(values):>10,.2f}  {spread}", flush=True)
+        cpu = statistics.median(used[label])
+        line = (
+            f"{peer.name:<14} {workload.name:<13} {label:<40} {statistics.median(values):>10,.2f}"
+        )
+        print(f"{line}  {spread:<24}" + (f" {cpu:,.0f} µs of CPU" if cpu else ""), flush=True)
 
 
 def _options() -> argparse.Namespace:

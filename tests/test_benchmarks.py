@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 from typing import TYPE_CHECKING
 
 import pytest
-from bench import bars, peers, pgbench, plan, plots, report, workloads
+from bench import bars, choices, peers, pgbench, plan, plots, report, workloads
 from bench.ledger import Ledger
 from bench.results import Results, percentile
 from bench.services import Postgres
@@ -223,6 +224,30 @@ def test_a_run_whose_time_is_up_has_one_round_of_the_rest(
     results, _ = _run_plan(tmp_path, monkeypatch, "nobody", minutes=0.0)
     assert [r["round"] for r in results.rounds] == [1, 1, 1]
     assert "drain-async, round 3" in results.content["skipped"]
+
+
+def test_the_best_settings_of_a_peer_are_chosen_and_told() -> None:
+    celery = peers.find(["celery"])[0]
+    rates = {"prefork": 5.0, "threads": 7.0, "solo": 6.0}
+    made = choices.Choices()
+
+    def measure() -> dict[str, float]:
+        pool = os.environ["BENCH_POOL"]
+        if "BENCH_THREADS" in os.environ:
+            raise ConnectionError("no")
+        kind = "call_p50_ms" if latency else "jobs_per_second"
+        return {kind: rates[pool]}
+
+    latency = False
+    made.make(celery, "drain-async", measure)
+    latency = True
+    made.make(celery, "pickup-idle", measure)
+    assert made.of(celery, "steady") == {"BENCH_POOL": "threads"}
+    assert made.of(celery, "pickup-commit") == {"BENCH_POOL": "prefork"}
+    assert made.of(celery, "drain-thread") == {}
+    tried = {"pool prefork": 5.0, "pool threads": 7.0, "pool solo": 6.0}
+    assert made.facts(celery, "drain-async") == {"settings": "pool threads", "tried": tried}
+    assert "BENCH_POOL" not in os.environ
 
 
 @pytest.mark.slow

@@ -1,9 +1,13 @@
-"""Celery 5.7.0 on redis-py, over a Unix socket, its worker started as its documentation starts it.
+"""Celery 5.7.0 on redis-py, over a Unix socket, its worker started by `celery worker`.
 
 Settings, from "Optimizing" (userguide/optimizing in its documentation): a large `worker_prefetch_multiplier`
-(128), as tasks are short; results ignored; rate limits, gossip, mingle and heartbeat off. Its default pool,
-`prefork` with a process for each core (BENCH_POOL tries `threads` and `solo`). It acknowledges before a task
-runs, its default, so that a crash loses what was running; Redis keeps an append-only file, synced every second. It has no bulk enqueue: tasks are sent one after the other over one connection.
+(128), as tasks are short; and from the "Workers Guide" (userguide/workers): results ignored, rate limits,
+gossip, mingle and heartbeat off. Of its pools every run tries `prefork` with a process for each core, its default,
+`threads` with as many threads, `threads` with 10, and `solo`, for no-op jobs, for jobs that wait and for the
+pick-up, and takes the best; what was tried is told below. It acknowledges before a task runs, its default, so
+that a crash loses what was running; Redis keeps an append-only file, synced every second, so that a crash may lose
+a second of jobs. It has no bulk enqueue: tasks are sent one after the other over one connection. Callers at once
+are threads.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from bench.ledger import Ledger
 
 CORES = os.cpu_count() or 1
-# By the kind of handler: the best of those that were tried.
+# By the kind of handler, where nothing else was chosen.
 POOLS = {"async": "prefork", "io": "threads", "thread": "threads", "process": "prefork"}
 THREADS = int(os.environ.get("BENCH_THREADS", str(CORES)))
 

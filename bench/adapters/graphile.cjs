@@ -2,7 +2,10 @@
 //
 // Settings, from "Performance" (worker.graphile.org/docs/performance): the configuration of its own quick stats:
 // 24 concurrent jobs, a pool of 25, a local queue of 500 jobs, completions and failures batched without delay.
-// It deletes jobs that are done, and keeps no history. Bulk enqueues by `addJobs`.
+// Every run tries 100 concurrent jobs as well, for no-op jobs, for jobs that wait and for the pick-up, and takes the
+// better; what was tried is told below. Tried by hand on no-op jobs: a local queue of 1,000, delays of 5 and 25 ms
+// (within the spread), a local queue of 100 (slower). It deletes jobs that are done, and keeps no history.
+// Bulk enqueues by `addJobs` (worker.graphile.org/docs/library/add-jobs), 1,000 at a time.
 //
 // The verbs and events are those of driver.py; handlers are counted in this process and written to the ledger.
 
