@@ -91,7 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="after which each workload has but one round more; 30, or 2 if quick",
+        help="after which each workload has but one round more; 26, or 2 if quick",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of jobs")
     parser.add_argument(
@@ -100,7 +100,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.minutes is None:
-        options.minutes = 2.0 if options.quick else 30.0
+        options.minutes = 2.0 if options.quick else 26.0
     return options
 
 

@@ -255,6 +255,8 @@ def overview(results: Results) -> str:
                 lines.append(
                     f"  {workload:<14} {figure:<16} {peer:<14} {found.median:>10,.2f} {spread:<26} {over}"
                 )
+    for what, why in results.content.get("skipped", {}).items():
+        lines.append(f"  not measured: {what}: {why.splitlines()[0]}")
     return "\n".join(lines)
 
 

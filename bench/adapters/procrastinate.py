@@ -1,9 +1,11 @@
 """procrastinate 3.10.0 on psycopg 3 (its C implementation) and uvloop.
 
-Settings, from "Launch multiple jobs in parallel" (howto/production/concurrency in its documentation):
-`concurrency=20` for asynchronous tasks, where 10 and 50 made no difference; LISTEN/NOTIFY on, as by default;
-jobs are kept (`delete_jobs="never"`, its default), as Howdah keeps them. Bulk enqueues by `batch_defer_async`
-("Defer jobs in batch", howto/basics/batch_defer).
+Settings: `concurrency=20` for asynchronous tasks (howto/production/concurrency in its documentation). Tried on
+no-op jobs: 10 and 50 (within the spread). `fetch_job_polling_interval=0.1` (`App.run_worker` in its reference)
+instead of 5 s: now and then a notification finds its worker busy and a job waits for the poll, and its p99 would
+be seconds. LISTEN/NOTIFY on, as by default; jobs are kept (`delete_jobs="never"`, its default), as Howdah keeps
+them. Bulk enqueues by `batch_defer_async` (howto/basics/batch_defer), enqueues in a transaction by
+`configure(connection=…)` (howto/production/external_connection). Blocking tasks run in threads.
 """
 
 from __future__ import annotations
