@@ -91,9 +91,12 @@ def chapter(results: Results) -> str:
     reasons = tomllib.loads(REASONS.read_text()) if REASONS.exists() else {}
     lines = ["## Goals", "", "| | goal | measured | |", "|---|---|---|---|"]
     missed = []
+    scale = results.content.get("growth", {}).get("scale", 1.0)
     for bar in BARS:
         found, whom = measured(results, bar)
         label = f"{bar.label} ({whom})" if whom else bar.label
+        if scale != 1 and bar.base:
+            label += f", **all numbers times {scale:g}**"
         if found is None:
             lines.append(f"| {label} | {bar.goal_told()} | – | not measured |")
             continue

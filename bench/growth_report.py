@@ -181,6 +181,8 @@ def _table(
 def _cell(found: Summary | None, digits: int) -> str:
     if found is None:
         return ""
+    if found.rounds == 1:
+        return f"{found.median:,.{digits}f}"
     low, high = f"{found.low:,.{digits}f}", f"{found.high:,.{digits}f}"
     return f"{found.median:,.{digits}f} [{low} … {high}]"
 

@@ -256,7 +256,7 @@ def overview(results: Results) -> str:
                     f"  {workload:<14} {figure:<16} {peer:<14} {found.median:>10,.2f} {spread:<26} {over}"
                 )
     for what, why in results.content.get("skipped", {}).items():
-        lines.append(f"  not measured: {what}: {why.splitlines()[0]}")
+        lines.append(f"  not measured: {what}: {why}")
     return "\n".join(lines)
 
 

@@ -203,10 +203,7 @@ def _checked(content: dict[str, Any]) -> str:
 
 def _left_out(content: dict[str, Any]) -> str:
     """What has no figures or too few, in one line each."""
-    lines = [
-        f"\n- Not measured: {name}: {str(why).splitlines()[0]}"
-        for name, why in content.get("skipped", {}).items()
-    ]
+    lines = [f"\n- Not measured: {name}: {why}" for name, why in content.get("skipped", {}).items()]
     return "".join(lines)
 
 

@@ -52,8 +52,10 @@ class Results:
         self.content.update(facts)
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say what has no figures, and why."""
-        self.content.setdefault("skipped", {})[what] = why
+        """Say what has no figures, and why: of a long story the first line and the last."""
+        lines = [line.strip() for line in why.splitlines() if line.strip()] or ["?"]
+        short = lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
+        self.content.setdefault("skipped", {})[what] = short
 
     def forget(self, workload: str) -> None:
         """Drop the rounds of a workload, and of its parts: `a` has the parts `a-b` and `a-c`."""

@@ -207,7 +207,7 @@ def test_a_peer_that_breaks_is_left_out_and_told_and_nobody_else_is(
     rounds = {p: results.by_round("drain-async", p, "jobs_per_second") for p in ("howdah", "saq")}
     assert (list(rounds["howdah"]), list(rounds["saq"])) == ([1, 2, 3], [1])
     told = report._left_out(Results(tmp_path / "results.json").content)
-    assert told == "\n- Not measured: saq: drain-async: round 2: the server hung up"
+    assert told == "\n- Not measured: saq: drain-async: round 2: the server hung up: and more"
 
 
 def test_a_run_in_which_howdah_breaks_is_not_whole(
