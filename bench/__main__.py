@@ -44,21 +44,26 @@ def main() -> int:
             redis = stack.enter_context(Redis())
         results.describe(
             machine=describe(),
-            versions=versions,
+            versions=results.content.get("versions", {}) | versions,
             skipped=skipped,
             postgres=postgres.facts(),
             redis=redis.facts() if redis else {},
         )
         stage = Stage(postgres, redis)
-        for peer in taking_part:
-            stage.setup(peer)
-        plan.run(stage, taking_part, results, options)
+        for peer in list(taking_part):
+            try:
+                stage.setup(peer)
+            except Exception as error:  # whatever a peer breaks by, the others are measured
+                print(f"{peer.name} is skipped: {error}", flush=True)
+                results.leave_out(peer.name, f"its schema could not be made: {error}")
+                taking_part.remove(peer)
+        is_whole = plan.run(stage, taking_part, results, options)
     results.describe(minutes=round((time.monotonic() - started) / 60, 1))
     results.save()
     if options.results == RESULTS and not options.quick:
         report.write(results)
     print(plan.overview(results))
-    return 0
+    return 0 if is_whole else 1
 
 
 def _install(wanted: list[peers.Peer]) -> tuple[list[peers.Peer], dict[str, str], dict[str, str]]:
@@ -83,10 +88,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peers", help="names, separated by commas")
     parser.add_argument("--only", help="workloads whose names begin so, separated by commas")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="after which each workload has but one round more; 26, or 2 if quick",
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of jobs")
-    parser.add_argument("--steady", type=float, default=20.0, help="seconds of a round of it")
+    parser.add_argument(
+        "--steady", type=float, default=60.0, help="seconds of it; slow peers get a quarter"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.minutes is None:
+        options.minutes = 2.0 if options.quick else 26.0
+    return options
 
 
 if __name__ == "__main__":

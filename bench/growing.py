@@ -159,10 +159,15 @@ def _check(stage: Stage, database: str, before: int, ledger: Ledger) -> None:
     after = stage.postgres.value(HISTORY, database=database)
     if after - before != ledger.executed:
         raise AssertionError(f"{ledger.executed:,} handlers ran, {after - before:,} are in history")
-    for name in ("fsync", "synchronous_commit", "full_page_writes"):
-        if stage.postgres.value(f"SHOW {name}", database=database) != "on":
-            raise AssertionError(f"{name} is not on")
-    howdah_checks._be_refused(stage.postgres, database)
+    names = ("fsync", "synchronous_commit", "full_page_writes")
+    found = {name: stage.postgres.value(f"SHOW {name}", database=database) for name in names}
+    if set(found.values()) != {"on"}:
+        raise AssertionError(f"not durable: {found}")
+    stage.checked = {
+        "history_rows": after - before,
+        **found,
+        "stale_acknowledgement": howdah_checks.be_refused(stage.postgres, database),
+    }
 
 
 def idle(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import filling, growing, peers, report
+from bench import filling, growing, peers
 from bench.filling import Filler
 from bench.launch import HOME, AdapterError
 from bench.machine import describe
@@ -131,6 +131,7 @@ class Growth:
                 if peer is HOWDAH:
                     raise
                 self._say(f"growth-held {name} is left out: {error}")
+                self.results.leave_out(f"{name}: growth-held", str(error))
 
     def _hold(self, peer: Peer, name: str) -> None:
         postgres = self.stage.postgres
@@ -251,7 +252,9 @@ class Growth:
     def _record(
         self, workload: str, peer: str, number: int, figures: Figures, facts: dict[str, int]
     ) -> None:
-        self.results.record(workload, peer, number, figures, facts | {"scale": self.scale})
+        kept = facts | self.stage.checked | {"scale": self.scale}
+        self.stage.checked = {}
+        self.results.record(workload, peer, number, figures, kept)
         told = "  ".join(
             f"{name} {value:,.2f}" if value < 100 else f"{name} {value:,.0f}"
             for name, value in (figures | facts).items()
@@ -284,6 +287,8 @@ def main() -> int:
         growth.run(options.only)
     results.save()
     if options.results == RESULTS:
+        from bench import report  # which asks this module for what was measured
+
         report.write(results)
     return 0
 

@@ -31,10 +31,20 @@ class Peer:
     is_ceiling: bool = False
     drain: int = 20_000
     """Jobs of a round of no-op jobs."""
-    single: int = 2_000
+    single: int = 1_500
     """Jobs of a round of single enqueues, one after the other."""
+    counted: str = ""
+    """What counts the jobs in its queue, in SQL or for Redis. Howdah's are counted as they run."""
     takes: frozenset[str] = field(default_factory=frozenset)
     """Optional workloads that it takes part in."""
+
+    variants: tuple[dict[str, str], ...] = ()
+    """Settings, in the variables that its adapter reads, of which a run tries all and takes the best."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Works on Howdah's tables, and proves what Howdah promises."""
+        return self.name == "howdah" or self.is_ceiling
 
     @property
     def home(self) -> Path:
@@ -76,13 +86,15 @@ class Peer:
 
 
 # The optional workloads are for the rivals that come near, lest everybody waits for the others.
-ON_POSTGRES = frozenset({"drain-io", "pickup-commit", "enqueue-transaction"})
+ALL = frozenset({"drain-io", "steady"})
+ON_POSTGRES = ALL | {"pickup-commit", "enqueue-transaction"}
 NEAR = frozenset({"pickup-loaded", "enqueue-16p"})
-EVERYTHING = ON_POSTGRES | NEAR | {"drain-thread", "drain-process", "steady", "progress"}
+MAIN = ON_POSTGRES | NEAR | {"pickup-loaded-commit", "payload"}
+EVERYTHING = MAIN | {"drain-thread", "drain-process", "progress"}
 UVLOOP = "uvloop==0.23.0"
 PSYCOPG = "psycopg[binary]==3.3.8"
 PEERS = [
-    Peer("howdah", "Howdah", "postgres", drain=60_000, single=4_000, takes=EVERYTHING),
+    Peer("howdah", "Howdah", "postgres", drain=60_000, single=3_000, takes=EVERYTHING),
     Peer("bare", "bare asyncpg loop", "postgres", is_ceiling=True, drain=60_000),
     Peer("pipelined", "bare loop, pipelined", "postgres", is_ceiling=True, drain=60_000),
     Peer("pgbench", "pgbench, same statements", "postgres", is_ceiling=True, drain=60_000),
@@ -92,7 +104,8 @@ PEERS = [
         "postgres",
         ("pgqueuer[asyncpg]==1.6.0", UVLOOP),
         drain=30_000,
-        takes=ON_POSTGRES | NEAR | {"steady"},
+        counted="SELECT count(*) FROM pgqueuer",
+        takes=MAIN | {"drain-thread"},
     ),
     Peer(
         "graphile",
@@ -101,7 +114,9 @@ PEERS = [
         ("graphile-worker@0.18.0", "pg@8"),
         is_node=True,
         drain=60_000,
-        takes=ON_POSTGRES | NEAR | {"steady"},
+        counted="SELECT count(*) FROM graphile_worker.jobs",
+        variants=({"BENCH_CONCURRENCY": "24"}, {"BENCH_CONCURRENCY": "100"}),
+        takes=MAIN,
     ),
     Peer(
         "oban",
@@ -110,6 +125,7 @@ PEERS = [
         ("oban==0.7.0", PSYCOPG, UVLOOP),
         python=(3, 12),
         drain=8_000,
+        counted="SELECT count(*) FROM oban_jobs",
         takes=ON_POSTGRES,
     ),
     Peer(
@@ -118,7 +134,8 @@ PEERS = [
         "postgres",
         ("procrastinate==3.10.0", PSYCOPG, UVLOOP),
         drain=2_000,
-        takes=ON_POSTGRES,
+        counted="SELECT count(*) FROM procrastinate_jobs",
+        takes=ON_POSTGRES | {"drain-thread"},
     ),
     Peer(
         "saq",
@@ -126,15 +143,24 @@ PEERS = [
         "redis",
         ("saq[redis,hiredis]==0.26.4", "typing-extensions", UVLOOP),
         drain=6_000,
-        takes=NEAR | {"drain-io"},
+        counted="LLEN saq:default:queued",
+        takes=ALL | NEAR | {"drain-thread"},
     ),
     Peer(
         "celery",
         "Celery",
         "redis",
         ("celery[redis]==5.7.0",),
-        drain=4_000,
-        takes=frozenset({"drain-io"}),
+        drain=2_500,
+        single=1_000,
+        counted="LLEN celery",
+        variants=(
+            {"BENCH_POOL": "prefork"},
+            {"BENCH_POOL": "threads"},
+            {"BENCH_POOL": "threads", "BENCH_THREADS": "10"},
+            {"BENCH_POOL": "solo"},
+        ),
+        takes=ALL | {"drain-thread", "drain-process"},
     ),
 ]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bench import pgbench, workloads
+from bench.choices import Choices, in_environment
 from bench.launch import AdapterError
 
 if TYPE_CHECKING:
@@ -47,10 +49,11 @@ class Workload:
     optional: bool = False
     """Only for peers that say they take part."""
     ceilings: bool = False
-    only_howdah: bool = False
     quick: bool = False
     also: tuple[str, ...] = ()
     """What else it records."""
+    rounds: int = 99
+    """At most."""
 
 
 def _drain(run: Run, peer: Peer) -> Outcome:
@@ -89,27 +92,32 @@ def _pickup_commit(run: Run, peer: Peer) -> Outcome:
     return {"pickup-commit": figures}
 
 
-def _pickup_loaded(run: Run, peer: Peer) -> Outcome:
-    """Half of what this peer was seen to drain in this run."""
-    drained = run.results.summary("drain-async", peer.name, "jobs_per_second")
-    if drained is None:
-        raise AdapterError("no figure of a drain to take half of")
-    load = drained.median / 2
-    figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), load=load)
-    return {"pickup-loaded": figures | {"load_jobs_per_second": load}}
+def _pickup_loaded(name: str, how: str) -> Callable[[Run, Peer], Outcome]:
+    """Half of what this peer was seen to do in this run with enqueueing and draining at once, which is what
+    happens here."""
+
+    def measure(run: Run, peer: Peer) -> Outcome:
+        seen = run.results.summary("steady", peer.name, "jobs_per_second")
+        if seen is None:
+            raise AdapterError("no figure of a steady state to take half of")
+        load = seen.median / 2
+        figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), how, load)
+        return {name: figures | {"load_jobs_per_second": load}}
+
+    return measure
 
 
 def _enqueue(name: str, factor: float, how: str, **options: int) -> Workload:
     def measure(run: Run, peer: Peer) -> Outcome:
-        run.stage.prepare(peer)
         jobs = run.jobs(int(peer.single * factor))
-        return {name: workloads.enqueue(run.stage, peer, jobs, how, **options)}
+        return {name: workloads.enqueue_only(run.stage, peer, jobs, how, **options)}
 
     return Workload(name, measure, optional=name in OPTIONAL, quick=name not in OPTIONAL)
 
 
 def _steady(run: Run, peer: Peer) -> Outcome:
-    return {"steady": workloads.steady(run.stage, peer, run.steady)}
+    seconds = run.steady if "payload" in peer.takes else run.steady / 4
+    return {"steady": workloads.steady(run.stage, peer, seconds)}
 
 
 def _progress(run: Run, peer: Peer) -> Outcome:
@@ -132,55 +140,89 @@ WORKLOADS = [
     Workload("drain-io", _drain_as("io", 0.5), optional=True),
     Workload("drain-thread", _drain_as("thread", 0.5), optional=True),
     Workload("drain-process", _drain_as("process", 0.1), optional=True),
-    Workload("pickup-loaded", _pickup_loaded, optional=True),
-    Workload("steady", _steady, optional=True),
-    *(Workload(f"payload-{size}", _payload(size), only_howdah=True) for size in (100, 1000, 5000)),
+    Workload("steady", _steady, optional=True, rounds=1),
+    *(
+        Workload(name, _pickup_loaded(name, how), optional=True)
+        for name, how in (("pickup-loaded", "single"), ("pickup-loaded-commit", "transaction"))
+    ),
+    *(Workload(f"payload-{size}", _payload(size), optional=True) for size in (100, 1000, 5000)),
     Workload("progress", _progress, optional=True),
 ]
 
 
-def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Namespace) -> None:
-    """Run everything that was asked for."""
+def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Namespace) -> bool:
+    """Run everything that was asked for. Gives whether all of Howdah's own rounds came to their end."""
+    started = time.monotonic()
     scale = options.scale * (0.25 if options.quick else 1.0)
     chosen = tuple(options.only.split(",")) if options.only else ("",)
     run = Run(stage, results, scale, options.steady)
+    rounds = []
     for workload in WORKLOADS:
         if not workload.name.startswith(chosen) or (options.quick and not workload.quick):
             continue
         for name in (workload.name, *workload.also):
             results.forget(name)
         taking_part = [peer for peer in peers if _takes_part(peer, workload)]
-        for number in range(1, options.rounds + 1):
-            for peer in list(taking_part):
-                if not _measure(run, workload, peer, number):
-                    taking_part.remove(peer)
+        for number in range(1, min(options.rounds, workload.rounds) + 1):
+            rounds += [(workload, peer, number) for peer in taking_part]
+    broken: set[tuple[str, str]] = set()
+    choices = Choices()
+    for done, (workload, peer, number) in enumerate(rounds):
+        if (peer.name, workload.name) in broken:
+            continue
+        passed = time.monotonic() - started
+        if number > 1 and passed > 60 * options.minutes:
+            results.leave_out(f"{workload.name}, round {number}", "the time of the run was up")
+            continue
+        told = f"{_clock(passed)} {100 * done // len(rounds):>3} %"
+        _choose(run, workload, peer, choices, told)
+        with in_environment(choices.of(peer, workload.name)):
+            facts = choices.facts(peer, workload.name)
+            if not _measure(run, workload, peer, number, told, facts):
+                broken.add((peer.name, workload.name))
+    return not any(peer.startswith("howdah") for peer, _ in broken)
+
+
+def _choose(run: Run, workload: Workload, peer: Peer, choices: Choices, progress: str) -> None:
+    """Try a peer's settings before its first round."""
+    small = replace(run, scale=run.scale * 0.3)
+    label = f"{progress}  {workload.name:<20} {peer.name:<14} tries its settings"
+    run.stage.show = lambda text: _line(f"{label}  {text}")
+    choices.make(peer, workload.name, lambda: workload.measure(small, peer)[workload.name])
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60:>2}:{int(seconds) % 60:02}"
 
 
 def _takes_part(peer: Peer, workload: Workload) -> bool:
-    if workload.only_howdah:
-        return peer.name == "howdah"
     if peer.is_ceiling:
         return workload.ceilings
-    return not workload.optional or workload.name in peer.takes
+    name = "payload" if workload.name.startswith("payload") else workload.name
+    return not workload.optional or name in peer.takes
 
 
-def _measure(run: Run, workload: Workload, peer: Peer, number: int) -> bool:
-    """One round of one peer. One that breaks is left out of this workload, and said so."""
-    label = f"{workload.name:<20} {peer.name:<14} round {number}"
+def _measure(
+    run: Run, workload: Workload, peer: Peer, number: int, progress: str, facts: dict[str, object]
+) -> bool:
+    """One round of one peer. One that breaks is left out of the rest of this workload, and said so."""
+    label = f"{progress}  {workload.name:<20} {peer.name:<14} round {number}"
+    run.stage.checked = {}
     run.stage.show = lambda text: _line(f"{label}  {text}")
     _line(label)
     started = time.monotonic()
     try:
         outcome = workload.measure(run, peer)
-    except (AdapterError, AssertionError) as error:
+    except Exception as error:  # whatever a peer breaks by, the others are measured
         _line("")
         print(f"{_BACK}{label}  failed: {error}", flush=True)
-        if peer.name == "howdah":
-            raise
-        run.results.content.setdefault("skipped", {})[f"{peer.name}: {workload.name}"] = str(error)
+        if not isinstance(error, AdapterError | AssertionError):
+            traceback.print_exc()
+        run.results.leave_out(f"{peer.name}: {workload.name}", f"round {number}: {error}")
+        run.results.save()
         return False
     for name, figures in outcome.items():
-        run.results.record(name, peer.name, number, figures)
+        run.results.record(name, peer.name, number, figures, run.stage.checked | facts)
     told = "  ".join(_figure(*item) for figures in outcome.values() for item in figures.items())
     _line("")
     print(f"{_BACK}{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)
@@ -213,6 +255,8 @@ def overview(results: Results) -> str:
                 lines.append(
                     f"  {workload:<14} {figure:<16} {peer:<14} {found.median:>10,.2f} {spread:<26} {over}"
                 )
+    for what, why in results.content.get("skipped", {}).items():
+        lines.append(f"  not measured: {what}: {why}")
     return "\n".join(lines)
 
 

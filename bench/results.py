@@ -51,6 +51,12 @@ class Results:
         """Set facts of the whole run: machine, versions, settings, what was skipped."""
         self.content.update(facts)
 
+    def leave_out(self, what: str, why: str) -> None:
+        """Say what has no figures, and why: of a long story the first line and the last."""
+        lines = [line.strip() for line in why.splitlines() if line.strip()] or ["?"]
+        short = lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
+        self.content.setdefault("skipped", {})[what] = short
+
     def forget(self, workload: str) -> None:
         """Drop the rounds of a workload, and of its parts: `a` has the parts `a-b` and `a-c`."""
         kept = [r for r in self.rounds if not f"{r['workload']}-".startswith(f"{workload}-")]
@@ -81,11 +87,15 @@ class Results:
         return list(dict.fromkeys(r["peer"] for r in self.rounds if r["workload"] == workload))
 
     def values(self, workload: str, peer: str, figure: str) -> list[float]:
-        return [
-            r["figures"][figure]
+        return list(self.by_round(workload, peer, figure).values())
+
+    def by_round(self, workload: str, peer: str, figure: str) -> dict[int, float]:
+        """A figure, under the numbers of the rounds that have it."""
+        return {
+            r["round"]: r["figures"][figure]
             for r in self.rounds
             if (r["workload"], r["peer"]) == (workload, peer) and figure in r["figures"]
-        ]
+        }
 
     def summary(self, workload: str, peer: str, figure: str) -> Summary | None:
         """Median and spread of a figure, if it was measured."""
@@ -94,16 +104,14 @@ class Results:
             return None
         return Summary(statistics.median(values), min(values), max(values), len(values))
 
-    def ratios(self, workload: str, peer: str, other: str, figure: str) -> Summary | None:
-        """The peer's figure over the other's, taken round by round: neighbours in time."""
-        pairs = list(
-            zip(
-                self.values(workload, peer, figure),
-                self.values(workload, other, figure),
-                strict=False,
-            )
-        )
-        ratios = [mine / theirs for mine, theirs in pairs if theirs]
+    def ratios(
+        self, workload: str, peer: str, other: str, figure: str, base: str = ""
+    ) -> Summary | None:
+        """The peer's figure over the other's, in the same workload or in another as a base, taken round by
+        round: neighbours in time."""
+        mine = self.by_round(workload, peer, figure)
+        theirs = self.by_round(base or workload, other, figure)
+        ratios = [mine[n] / theirs[n] for n in mine if theirs.get(n)]
         if not ratios:
             return None
         return Summary(statistics.median(ratios), min(ratios), max(ratios), len(ratios))

@@ -186,6 +186,10 @@ class Redis:
     def flush(self) -> None:
         self._ask("FLUSHALL")
 
+    def count(self, command: str) -> int:
+        """The answer to a command that counts."""
+        return int((self._ask(command) or "").lstrip(":"))
+
     def facts(self) -> dict[str, str]:
         lines = (self._ask("INFO server") or "").splitlines()
         told = dict(line.split(":", 1) for line in lines if ":" in line)

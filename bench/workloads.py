@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.howdah_checks import check_howdah
+from bench.howdah_checks import PROBES, prove
 from bench.launch import HOME, AdapterError, AdapterProcess
 from bench.ledger import Ledger
 from bench.results import percentile
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float]
 STALLED = 60.0  # seconds without a handler
-SPARE = 64  # places in a ledger for the jobs that prove things
+SPARE = PROBES  # places in a ledger for the jobs that prove things
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Stage:
     postgres: Postgres
     redis: Redis | None
     show: Callable[[str], None] = lambda _: None
+    checked: dict[str, Any] = field(default_factory=dict)
+    """What this round has proven; kept with its figures."""
 
     def setup(self, peer: Peer) -> None:
         """Make the peer's empty database, of which every round has a copy."""
@@ -74,6 +76,12 @@ class Stage:
         message = {"verb": verb, "database": url, **request}
         return AdapterProcess(peer.name, peer.command(), message, environment)
 
+    def waiting(self, peer: Peer) -> int:
+        """How many jobs are in the peer's queue."""
+        if peer.service == "postgres" or self.redis is None:
+            return int(self.postgres.value(peer.counted, database=f"bench_{peer.name}"))
+        return self.redis.count(peer.counted)
+
     def server_pid(self, peer: Peer) -> int:
         if peer.service == "postgres" or self.redis is None:
             return self.postgres.pid
@@ -104,7 +112,7 @@ class Stage:
 
 def repeated(peer: Peer, ledger: Ledger, jobs: int) -> Figures:
     """Check that every job ran. Howdah's ran once; of a peer it is told how many ran again, if any did."""
-    times = ledger.check(jobs, once=peer.name == "howdah")
+    times = ledger.check(jobs, once=peer.is_ours)
     return {"repeated": float(times)} if times else {}
 
 
@@ -139,6 +147,28 @@ def enqueue(
     return figures
 
 
+def enqueue_only(
+    stage: Stage, peer: Peer, jobs: int, how: str, processes: int = 1, callers: int = 1
+) -> Figures:
+    """Enqueue, and count what is there afterwards. Howdah's jobs are also run, to prove what it promises."""
+    stage.prepare(peer)
+    jobs -= jobs % processes
+    figures = enqueue(stage, peer, jobs, how, processes, callers=callers)
+    if peer.is_ours:
+        with (
+            stage.ledger(jobs + SPARE) as (path, ledger),
+            stage.launch(peer, "work", handler="async", jobs=jobs, ledger=str(path)) as worker,
+        ):
+            worker.expect("ready")
+            stage.wait(worker, ledger, jobs)
+            more = prove(stage, peer, jobs, how=how, callers=callers)
+            worker.stop()
+            repeated(peer, ledger, jobs + more)
+    elif (there := stage.waiting(peer)) != jobs:
+        raise AssertionError(f"of {jobs:,} jobs that were enqueued {there:,} are there")
+    return figures
+
+
 def drain(
     stage: Stage, peer: Peer, jobs: int, handler: str = "async", payload: int = 100
 ) -> dict[str, Figures]:
@@ -159,8 +189,8 @@ def drain(
         if peer.service == "postgres":
             figures["wal_bytes_per_job"] = (stage.postgres.wal_position() - wal) / jobs
         more = 0
-        if peer.name == "howdah":
-            more = check_howdah(stage.postgres, "bench_howdah", handler, jobs)
+        if peer.is_ours:
+            more = prove(stage, peer, jobs, handler, payload=payload)
         worker.stop()
         figures["jobs_per_second"] = ledger.rate(0, jobs)
         figures |= repeated(peer, ledger, jobs + more)
@@ -207,8 +237,8 @@ def pickup(
             stream.stop()
             jobs += stream.expect("done")["sent"]
             stage.wait(worker, ledger, jobs)
-        if peer.name == "howdah":
-            more = check_howdah(stage.postgres, "bench_howdah", "async", jobs)
+        if peer.is_ours:
+            more = prove(stage, peer, jobs, how=how)
         worker.stop()
         figures: Figures = {"samples": samples} | repeated(peer, ledger, jobs + more)
         starts = list(ledger.starts[warm_up : warm_up + samples])
@@ -223,19 +253,20 @@ def pickup(
 
 
 REPORTS = 100  # of progress, in each job that reports any
-BACKLOG = 5000
+BACKLOG = 5000  # fewer for those who would be busy with it for long
 
 
 def steady(stage: Stage, peer: Peer, seconds: float) -> Figures:
     """Enqueue and drain at once for so long, about `BACKLOG` jobs waiting, and what a job costs."""
     stage.prepare(peer)
+    backlog = min(BACKLOG, peer.drain // 4)
     most = int(seconds * 40_000)
     with contextlib.ExitStack() as stack:
         path, ledger = stack.enter_context(stage.ledger(most + SPARE))
         shared = {"ledger": str(path), "handler": "async"}
         worker = stack.enter_context(stage.launch(peer, "work", jobs=most, **shared))
         worker.expect("ready")
-        options: dict[str, Any] = {"backlog": BACKLOG, "batch": 200}
+        options: dict[str, Any] = {"backlog": backlog, "batch": min(200, backlog // 2)}
         stream = stack.enter_context(
             stage.launch(peer, "stream", first=0, jobs=most, **options, **shared)
         )
@@ -261,17 +292,22 @@ def steady(stage: Stage, peer: Peer, seconds: float) -> Figures:
         stream.stop()
         told = stream.expect("done")
         stage.wait(worker, ledger, told["sent"])
+        sizes = stage.postgres.sizes(f"bench_{peer.name}") if peer.service == "postgres" else {}
         more = 0
-        if peer.name == "howdah":
-            more = check_howdah(stage.postgres, "bench_howdah", "async", told["sent"])
+        if peer.is_ours:
+            more = prove(stage, peer, told["sent"])
         worker.stop()
         twice = repeated(peer, ledger, told["sent"] + more)
-    return twice | {
+    figures: Figures = {
         "jobs_per_second": jobs / passed,
+        "seconds": passed,
         "server_cpu_us": served * 1e6 / jobs,
         "worker_cpu_us": worked * 1e6 / jobs,
         "producer_cpu_us": sent * 1e6 / jobs,
-        "wal_bytes_per_job": wal / jobs,
         "jobs": float(told["sent"]),
-        **{name: float(size) for name, size in stage.postgres.sizes(f"bench_{peer.name}").items()},
     }
+    if peer.service == "postgres":
+        figures["wal_bytes_per_job"] = wal / jobs
+        for name, size in sizes.items():
+            figures |= {name: float(size), f"{name}_per_job": size / told["sent"]}
+    return twice | figures

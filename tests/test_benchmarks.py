@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
+import os
 from typing import TYPE_CHECKING
 
 import pytest
-from bench import pgbench, plots, report
+from bench import bars, choices, peers, pgbench, plan, plots, report, workloads
 from bench.ledger import Ledger
 from bench.results import Results, percentile
+from bench.services import Postgres
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,12 +110,58 @@ def test_the_report_names_missed_goals_and_draws_what_it_says(
 ) -> None:
     monkeypatch.setattr(report, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
+    reasons = tmp_path / "reasons.toml"
+    reasons.write_text(
+        '[drain-celery]\nwhy = "It was too slow."\n[drain-bare]\nwhy = "Never told."\n'
+    )
+    monkeypatch.setattr(bars, "REASONS", reasons)
     report.write(_results(tmp_path))
     page = (tmp_path / "benchmarks.md").read_text()
     assert "| no-op jobs, over Celery | >= 20 × | 3.00 × [2.00 … 5.00] | **missed** |" in page
+    assert "the goal is >= 20 ×. Why: It was too slow." in page
+    assert "| no-op jobs, over the bare loop | >= 0.7 × | – | not measured |" in page
+    assert "Never told" not in page
+    assert "in 0 of 3 rounds" in page
     assert "| Howdah | 40 [30 … 50] |" in page
     assert "(plots/drain-async.svg)" in page
     assert ">40.00</text>" in (tmp_path / "plots" / "drain-async.svg").read_text()
+
+
+def test_bars_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for number, (full, base) in enumerate([(3.0, 2.0), (4.0, 1.0), (2.0, 2.0)], 1):
+        results.record("growth-full", "howdah", number, {"claim_p99_ms": full})
+        results.record("growth-full-base", "howdah", number, {"claim_p99_ms": base})
+    results.record("growth-idle-100", "howdah", 1, {"server_core_percent": 4.96})
+    told = {bar.key: bars.measured(results, bar)[0] for bar in bars.BARS}
+    assert (claims := told["growth-claims"]) is not None
+    assert (claims.median, claims.low, claims.high) == (1.5, 1.0, 4.0)
+    page = bars.chapter(results)
+    assert "over 10k waiting | <= 2 × | 1.50 × [1.00 … 4.00] | reached |" in page
+    assert (
+        "| 100 idle workers, load on the server | < 5 % of a core | 5.0 % of a core | reached |"
+        in page
+    )
+
+
+def test_a_round_that_one_of_two_missed_has_no_ratio(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for number in (1, 2, 3):
+        results.record("drain-async", "howdah", number, {"jobs_per_second": 10.0 * number})
+    for number in (2, 3):
+        results.record("drain-async", "saq", number, {"jobs_per_second": 10.0})
+    ratio = results.ratios("drain-async", "howdah", "saq", "jobs_per_second")
+    assert ratio is not None
+    assert (ratio.low, ratio.high, ratio.rounds) == (2.0, 3.0, 2)
+
+
+def test_the_best_peer_is_neither_howdah_nor_a_ceiling(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for peer, p50 in (("howdah", 1.0), ("bare", 0.5), ("saq", 2.0), ("celery", 3.0)):
+        results.record("pickup-idle", peer, 1, {"call_p50_ms": p50, "jobs_per_second": p50})
+    assert bars.best_peer(results, "pickup-idle", "call_p50_ms") == "saq"
+    assert bars.best_peer(results, "pickup-idle", "jobs_per_second") == "celery"
+    assert bars.best_peer(results, "enqueue-64", "jobs_per_second") is None
 
 
 def test_a_plot_is_well_formed_whatever_a_peer_is_called() -> None:
@@ -126,3 +175,104 @@ def test_pgbench_runs_the_statements_of_the_worker() -> None:
     assert '"howdah".claim_job_batch(' in script
     assert '"howdah".complete_jobs(' in script
     assert "$" not in script
+
+
+def _run_plan(
+    path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str, minutes: float = 9.0
+) -> tuple[Results, bool]:
+    """Three rounds of one workload for three peers, of whom one breaks in its second round."""
+    tried: list[str] = []
+
+    def measure(run: plan.Run, peer: peers.Peer) -> plan.Outcome:
+        tried.append(peer.name)
+        if peer.name == breaks and tried.count(breaks) == 2:
+            raise ConnectionError("the server hung up\nand more")
+        return {"drain-async": {"jobs_per_second": 1.0}}
+
+    workload = plan.Workload("drain-async", measure, ceilings=True)
+    monkeypatch.setattr(plan, "WORKLOADS", [workload])
+    results = Results(path / "results.json")
+    options = argparse.Namespace(scale=1.0, quick=False, only=None, steady=1.0, rounds=3)
+    options.minutes = minutes
+    stage = workloads.Stage(None, None)  # type: ignore[arg-type]
+    is_whole = plan.run(stage, peers.find(["howdah", "saq", "celery"]), results, options)
+    return results, is_whole
+
+
+def test_a_peer_that_breaks_is_left_out_and_told_and_nobody_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, is_whole = _run_plan(tmp_path, monkeypatch, "saq")
+    assert is_whole
+    rounds = {p: results.by_round("drain-async", p, "jobs_per_second") for p in ("howdah", "saq")}
+    assert (list(rounds["howdah"]), list(rounds["saq"])) == ([1, 2, 3], [1])
+    told = report._left_out(Results(tmp_path / "results.json").content)
+    assert told == "\n- Not measured: saq: drain-async: round 2: the server hung up: and more"
+
+
+def test_a_run_in_which_howdah_breaks_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, is_whole = _run_plan(tmp_path, monkeypatch, "howdah")
+    assert not is_whole
+    assert len(results.values("drain-async", "celery", "jobs_per_second")) == 3
+
+
+def test_a_run_whose_time_is_up_has_one_round_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, _ = _run_plan(tmp_path, monkeypatch, "nobody", minutes=0.0)
+    assert [r["round"] for r in results.rounds] == [1, 1, 1]
+    assert "drain-async, round 3" in results.content["skipped"]
+
+
+def test_the_best_settings_of_a_peer_are_chosen_and_told() -> None:
+    celery = peers.find(["celery"])[0]
+    rates = {"prefork": 5.0, "threads": 7.0, "solo": 6.0}
+    made = choices.Choices()
+
+    def measure() -> dict[str, float]:
+        pool = os.environ["BENCH_POOL"]
+        if "BENCH_THREADS" in os.environ:
+            raise ConnectionError("no")
+        kind = "call_p50_ms" if latency else "jobs_per_second"
+        return {kind: rates[pool]}
+
+    latency = False
+    made.make(celery, "drain-async", measure)
+    latency = True
+    made.make(celery, "pickup-idle", measure)
+    assert made.of(celery, "steady") == {"BENCH_POOL": "threads"}
+    assert made.of(celery, "pickup-commit") == {"BENCH_POOL": "prefork"}
+    assert made.of(celery, "drain-thread") == {}
+    tried = {"pool prefork": 5.0, "pool threads": 7.0, "pool solo": 6.0}
+    assert made.facts(celery, "drain-async") == {"settings": "pool threads", "tried": tried}
+    assert "BENCH_POOL" not in os.environ
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["fsync", "synchronous_commit"])
+def test_a_round_on_a_server_that_is_not_durable_is_refused(setting: str) -> None:
+    peer = peers.find(["howdah"])[0]
+    with Postgres({setting: "off"}) as postgres:
+        stage = workloads.Stage(postgres, None)
+        stage.setup(peer)
+        with pytest.raises(AssertionError, match="not durable"):
+            workloads.enqueue_only(stage, peer, 100, "single")
+
+
+@pytest.mark.slow
+def test_a_round_keeps_what_it_has_proven() -> None:
+    peer = peers.find(["howdah"])[0]
+    with Postgres() as postgres:
+        stage = workloads.Stage(postgres, None)
+        stage.setup(peer)
+        workloads.drain(stage, peer, 300)
+    assert stage.checked == {
+        "history_rows": 300,
+        "fsync": "on",
+        "synchronous_commit_of_acknowledgements": "on",
+        "synchronous_commit_of_enqueues": "on",
+        "witnessed_jobs": 256,
+        "stale_acknowledgement": "refused: LeaseLost",
+    }

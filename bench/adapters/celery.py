@@ -1,9 +1,13 @@
-"""Celery 5.7.0 on redis-py, over a Unix socket, its worker started as its documentation starts it.
+"""Celery 5.7.0 on redis-py, over a Unix socket, its worker started by `celery worker`.
 
 Settings, from "Optimizing" (userguide/optimizing in its documentation): a large `worker_prefetch_multiplier`
-(128), as tasks are short; results ignored; rate limits, gossip, mingle and heartbeat off. Its default pool,
-`prefork` with a process for each core (BENCH_POOL tries `threads` and `solo`). It acknowledges before a task
-runs, its default, so that a crash loses what was running; Redis keeps an append-only file, synced every second. It has no bulk enqueue: tasks are sent one after the other over one connection.
+(128), as tasks are short; and from the "Workers Guide" (userguide/workers): results ignored, rate limits,
+gossip, mingle and heartbeat off. Of its pools every run tries `prefork` with a process for each core, its default,
+`threads` with as many threads, `threads` with 10, and `solo`, for no-op jobs, for jobs that wait and for the
+pick-up, and takes the best; what was tried is told below. It acknowledges before a task runs, its default, so
+that a crash loses what was running; Redis keeps an append-only file, synced every second, so that a crash may lose
+a second of jobs. It has no bulk enqueue: tasks are sent one after the other over one connection. Callers at once
+are threads.
 """
 
 from __future__ import annotations
@@ -24,7 +28,10 @@ if TYPE_CHECKING:
     from bench.adapters.driver import Call, Life
     from bench.ledger import Ledger
 
-POOL = os.environ.get("BENCH_POOL", "prefork")
+CORES = os.cpu_count() or 1
+# By the kind of handler, where nothing else was chosen.
+POOLS = {"async": "prefork", "io": "threads", "thread": "threads", "process": "prefork"}
+THREADS = int(os.environ.get("BENCH_THREADS", str(CORES)))
 
 
 class CeleryPeer(driver.Peer):
@@ -58,11 +65,12 @@ class CeleryPeer(driver.Peer):
         with tempfile.TemporaryDirectory() as home:
             ready = f"{home}/ready"
             os.environ.update(BENCH_READY=ready, BENCH_HANDLER=self.handler)
+            pool = os.environ.get("BENCH_POOL") or POOLS[self.handler]
             options = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
             worker = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "celery", "-A", "bench.adapters.celery_tasks", "worker"),
-                *(*options, "--loglevel", "WARNING", "--pool", POOL),
-                *("--concurrency", str(os.cpu_count() or 1)),
+                *(*options, "--loglevel", "WARNING", "--pool", pool),
+                *("--concurrency", str(THREADS if pool == "threads" else CORES)),
                 env=dict(os.environ),
             )
             while not os.path.exists(ready):  # noqa: ASYNC240

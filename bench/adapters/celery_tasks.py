@@ -10,6 +10,7 @@ from typing import Any
 from celery import Celery  # type: ignore[import-not-found,unused-ignore]
 from celery.signals import worker_ready  # type: ignore[import-not-found,unused-ignore]
 
+from bench.adapters.driver import spin
 from bench.ledger import Ledger
 
 app = Celery("bench", broker=f"redis+socket://{os.environ['BENCH_REDIS']}")
@@ -27,8 +28,11 @@ ledger = Ledger(_path) if _path else None
 def handle(number: int, pad: str) -> None:
     if ledger is not None:
         ledger.mark(number)
-    if os.environ.get("BENCH_HANDLER") == "io":
-        time.sleep(0.001)
+    match os.environ.get("BENCH_HANDLER"):
+        case "io":
+            time.sleep(0.001)
+        case "process":
+            spin()
 
 
 @worker_ready.connect  # type: ignore[untyped-decorator,unused-ignore]

@@ -1,9 +1,11 @@
 """procrastinate 3.10.0 on psycopg 3 (its C implementation) and uvloop.
 
-Settings, from "Launch multiple jobs in parallel" (howto/production/concurrency in its documentation):
-`concurrency=20` for asynchronous tasks, where 10 and 50 made no difference; LISTEN/NOTIFY on, as by default;
-jobs are kept (`delete_jobs="never"`, its default), as Howdah keeps them. Bulk enqueues by `batch_defer_async`
-("Defer jobs in batch", howto/basics/batch_defer).
+Settings: `concurrency=20` for asynchronous tasks (howto/production/concurrency in its documentation). Tried on
+no-op jobs: 10 and 50 (within the spread). `fetch_job_polling_interval=0.1` (`App.run_worker` in its reference)
+instead of 5 s: now and then a notification finds its worker busy and a job waits for the poll, and its p99 would
+be seconds. LISTEN/NOTIFY on, as by default; jobs are kept (`delete_jobs="never"`, its default), as Howdah keeps
+them. Bulk enqueues by `batch_defer_async` (howto/basics/batch_defer), enqueues in a transaction by
+`configure(connection=…)` (howto/production/external_connection). Blocking tasks run in threads.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from bench.ledger import Ledger
 
 CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "20"))
+POLLING = float(os.environ.get("BENCH_POLLING", "0.1"))
 
 
 class Procrastinate(driver.Peer):
@@ -40,7 +43,11 @@ class Procrastinate(driver.Peer):
             if handler == "io":
                 await asyncio.sleep(0.001)
 
-        self.task = self.app.task(name="job")(handle)
+        def handle_in_a_thread(number: int, pad: str) -> None:
+            if self.ledger is not None:
+                self.ledger.mark(number)
+
+        self.task = self.app.task(name="job")(handle_in_a_thread if handler == "thread" else handle)
 
     async def setup(self) -> None:
         async with self.app.open_async():
@@ -70,7 +77,11 @@ class Procrastinate(driver.Peer):
         self.ledger = ledger
         async with self.app.open_async():
             running = asyncio.create_task(
-                self.app.run_worker_async(concurrency=CONCURRENCY, install_signal_handlers=False)
+                self.app.run_worker_async(
+                    concurrency=CONCURRENCY,
+                    fetch_job_polling_interval=POLLING,
+                    install_signal_handlers=False,
+                )
             )
             await life.lived_through(running)
             running.cancel()
