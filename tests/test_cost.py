@@ -193,3 +193,29 @@ def test_a_claim_reads_as_much_of_a_small_queue_as_of_a_large_one(
     # Single claims: 37 pages, then 22; of a hundred jobs: 809, then 967. An index may become a level deeper.
     assert 0 < small <= (60 if batch == 1 else 1_200), (small, large)
     assert large <= 1.25 * small + 8, (small, large)
+
+
+def test_no_operation_is_planned_anew_each_time(
+    queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]], meter: Meter
+) -> None:
+    conn = connect()
+    conn.execute("SET pg_stat_statements.track = 'all'")
+    conn.execute("SET pg_stat_statements.track_planning = on")
+    for count in range(40):
+        if count == 20:  # by then PostgreSQL has decided between plans
+            meter.reset()
+        queue.enqueue("resize", DATA, conn=conn)
+        for job in queue.claim(["resize"], conn=conn):
+            queue.extend(job, conn=conn)
+            queue.fail(job, "again", conn=conn)
+        conn.execute("SELECT howdah.next_due_at('{resize}', '{default}')")
+        for job in queue.claim(["resize"], conn=conn):
+            queue.complete(job, conn=conn)
+    rows = conn.execute(
+        "SELECT query, plans FROM pg_stat_statements WHERE NOT toplevel AND plans > 0"
+    ).fetchall()
+    assert rows == []
+    counted = conn.execute(
+        "SELECT count(*) FROM pg_stat_statements WHERE NOT toplevel AND calls = 20"
+    )
+    assert counted.fetchall()[0][0] > 10

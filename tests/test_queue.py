@@ -269,6 +269,21 @@ async def test_what_is_sent_in_bulk_arrives_as_if_it_had_been_sent_alone(
     assert [job.data for job in queue.claim("fill", batch_size=3)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("others", [1, COPY_FROM])
+def test_data_that_are_too_large_for_the_database_are_told_by_their_job(
+    database: str, others: int
+) -> None:
+    queue = JobQueue(database, payload_limit=2**20)
+    jobs = [("fill", {"n": n}) for n in range(others)]
+    try:
+        with pytest.raises(howdah.PayloadTooLarge) as caught:
+            queue.enqueue_many([*jobs, ("large", "x" * 70_000), *jobs])
+        assert caught.value.index == others
+        assert queue.pending() == 0
+    finally:
+        queue.close()
+
+
 async def test_what_copy_cannot_send_goes_in_bulk_all_the_same(
     queue: JobQueue, aqueue: AsyncJobQueue
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from howdah import payload
 from howdah.drivers import TIMEOUT, refused_id
-from howdah.errors import HowdahError, InvalidJob
+from howdah.errors import HowdahError, InvalidJob, PayloadTooLarge
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
 from howdah.operations import MAINTENANCE_PERIOD, Operations
 from howdah.store import Store
@@ -277,8 +277,11 @@ class JobQueue:
 
 
 def blame(error: InvalidJob, jobs: list[dict[str, Any]]) -> InvalidJob:
-    """The database's refusal of a bulk enqueue, with the index of the job where it names one."""
+    """The database's refusal of a bulk enqueue, with the index of the job where it is known. Of data that are
+    too large the server does not tell whose: whatever its limit is, the largest are over it."""
     refused = refused_id(error.__cause__)
+    if isinstance(error, PayloadTooLarge):
+        refused = str(max(jobs, key=lambda job: len(memoryview(job["data"])))["id"])
     places = (index for index, job in enumerate(jobs) if str(job["id"]) == refused)
     index = next(places, None)
     return error if index is None else error.at(index)

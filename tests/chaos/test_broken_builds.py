@@ -116,7 +116,7 @@ BUILDS = [
             "fail_jobs": {"AND j.attempts < j.max_attempts": "AND j.attempts < j.max_attempts + 2"},
             "claim_job_batch": {"AND p.attempts < p.max_attempts": ""},
         },
-        script="ALTER TABLE live_jobs DROP CONSTRAINT attempts_within_max",
+        script="ALTER TABLE live_jobs DROP CONSTRAINT consistent",
     ),
     Build(
         "the refund of an attempt that never began", "P8", KillAfterClaim,

@@ -19,62 +19,76 @@ RETURN (
          || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid
     FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS us) AS t);
 
+-- The bounds of a new job's fields, as types: a domain looks at a value when it is assigned. A CHECK of the
+-- table would be read, prepared and evaluated by every statement that inserts or updates a row, whatever it
+-- assigns: eighteen of them took 80 µs of each claim.
+CREATE DOMAIN queue_name AS text
+    CONSTRAINT queue_length CHECK (length(VALUE) BETWEEN 1 AND 200);
+CREATE DOMAIN job_type_name AS text
+    CONSTRAINT job_type_length CHECK (length(VALUE) BETWEEN 1 AND 200);
+CREATE DOMAIN job_priority AS int
+    CONSTRAINT priority_range CHECK (VALUE BETWEEN -1000 AND 1000);
+CREATE DOMAIN attempt_limit AS int
+    CONSTRAINT max_attempts_range CHECK (VALUE BETWEEN 1 AND 10000);
+-- Not beyond what every client can read: one such job would break the listing of all others.
+CREATE DOMAIN due_time AS timestamptz
+    CONSTRAINT run_at_is_finite CHECK (isfinite(VALUE) AND VALUE < timestamptz '9999-01-01 00:00+00');
+CREATE DOMAIN retention AS interval
+    CONSTRAINT keep_is_positive CHECK (VALUE BETWEEN interval '0' AND interval '1000 years');
+-- The binary size is at hand, the text is not: small payloads never pay for the second half.
+-- Measured without the blanks that PostgreSQL prints, as a client that sends JSON counts it.
+CREATE DOMAIN job_data AS jsonb
+    CONSTRAINT data_within_limit CHECK (
+        pg_column_size(VALUE) <= 8192
+        OR octet_length(replace(replace(VALUE::text, ', ', ','), ': ', ':')) <= payload_limit())
+    CONSTRAINT data_not_too_deep CHECK (
+        pg_column_size(VALUE) <= 800 OR NOT jsonb_path_exists(VALUE, '$.**{101}'));
+CREATE DOMAIN request_name AS text
+    CONSTRAINT request_id_length CHECK (length(VALUE) BETWEEN 1 AND 200);
+CREATE DOMAIN trace_name AS text
+    CONSTRAINT traceparent_length CHECK (length(VALUE) BETWEEN 1 AND 200);
+CREATE DOMAIN idempotency_name AS text
+    CONSTRAINT idempotency_key_length CHECK (length(VALUE) BETWEEN 1 AND 500);
+CREATE DOMAIN ordering_name AS text
+    CONSTRAINT ordering_key_length CHECK (length(VALUE) BETWEEN 1 AND 500);
+
 -- Jobs that are not finished. Small and hot: fillfactor 70 leaves room for HOT updates.
 CREATE TABLE live_jobs (
-    id               uuid        NOT NULL,
-    seq              bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
-    run_at           timestamptz NOT NULL DEFAULT clock_timestamp(),
-    created_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    id               uuid             NOT NULL,
+    seq              bigint           NOT NULL GENERATED ALWAYS AS IDENTITY,
+    run_at           due_time         NOT NULL DEFAULT clock_timestamp(),
+    created_at       timestamptz      NOT NULL DEFAULT clock_timestamp(),
     claimed_at       timestamptz,
     started_at       timestamptz,
     lease_expires_at timestamptz,
     lease_id         uuid,
-    priority         int         NOT NULL DEFAULT 100,
-    attempts         int         NOT NULL DEFAULT 0,
-    max_attempts     int         NOT NULL DEFAULT 3,
-    claims           int         NOT NULL DEFAULT 0,
-    events_count     int         NOT NULL DEFAULT 0,
-    blockers         int         NOT NULL DEFAULT 0,
-    progress         smallint    NOT NULL DEFAULT 0,
-    holds_key        boolean     NOT NULL DEFAULT false,
-    cancel_requested boolean     NOT NULL DEFAULT false,
-    status           text        NOT NULL DEFAULT 'pending',
-    queue            text        NOT NULL DEFAULT 'default',
-    job_type         text        NOT NULL,
-    data             jsonb       NOT NULL DEFAULT '{}',
+    priority         job_priority     NOT NULL DEFAULT 100,
+    attempts         int              NOT NULL DEFAULT 0,
+    max_attempts     attempt_limit    NOT NULL DEFAULT 3,
+    claims           int              NOT NULL DEFAULT 0,
+    events_count     int              NOT NULL DEFAULT 0,
+    blockers         int              NOT NULL DEFAULT 0,
+    progress         smallint         NOT NULL DEFAULT 0,
+    holds_key        boolean          NOT NULL DEFAULT false,
+    cancel_requested boolean          NOT NULL DEFAULT false,
+    status           text             NOT NULL DEFAULT 'pending',
+    queue            queue_name       NOT NULL DEFAULT 'default',
+    job_type         job_type_name    NOT NULL,
+    data             job_data         NOT NULL DEFAULT '{}',
     current_stage    text,
     worker_id        text,
     last_error       text,
-    request_id       text,
-    traceparent      text,
-    idempotency_key  text,
-    ordering_key     text,
-    keep             interval,
+    request_id       request_name,
+    traceparent      trace_name,
+    idempotency_key  idempotency_name,
+    ordering_key     ordering_name,
+    keep             retention,
     CONSTRAINT live_jobs_pkey PRIMARY KEY (id),
-    CONSTRAINT status_is_live CHECK (status IN ('pending', 'claimed')),
-    CONSTRAINT claimed_has_lease CHECK ((status = 'claimed') = (lease_id IS NOT NULL)),
-    CONSTRAINT queue_length CHECK (length(queue) BETWEEN 1 AND 200),
-    CONSTRAINT job_type_length CHECK (length(job_type) BETWEEN 1 AND 200),
-    CONSTRAINT priority_range CHECK (priority BETWEEN -1000 AND 1000),
-    CONSTRAINT max_attempts_range CHECK (max_attempts BETWEEN 1 AND 10000),
-    CONSTRAINT attempts_within_max CHECK (attempts BETWEEN 0 AND max_attempts),
-    CONSTRAINT claims_count_attempts CHECK (claims >= attempts),
-    CONSTRAINT progress_range CHECK (progress BETWEEN 0 AND 100),
-    -- Not beyond what every client can read: one such job would break the listing of all others.
-    CONSTRAINT run_at_is_finite CHECK (isfinite(run_at) AND run_at < timestamptz '9999-01-01 00:00+00'),
-    CONSTRAINT keep_is_positive CHECK (keep BETWEEN interval '0' AND interval '1000 years'),
-    CONSTRAINT request_id_length CHECK (length(request_id) BETWEEN 1 AND 200),
-    CONSTRAINT traceparent_length CHECK (length(traceparent) BETWEEN 1 AND 200),
-    CONSTRAINT idempotency_key_length CHECK (length(idempotency_key) BETWEEN 1 AND 500),
-    CONSTRAINT ordering_key_length CHECK (length(ordering_key) BETWEEN 1 AND 500),
-    CONSTRAINT blockers_not_negative CHECK (blockers >= 0),
-    -- The binary size is at hand, the text is not: small payloads never pay for the second half.
-    -- Measured without the blanks that PostgreSQL prints, as a client that sends JSON counts it.
-    CONSTRAINT data_within_limit CHECK (
-        pg_column_size(data) <= 8192
-        OR octet_length(replace(replace(data::text, ', ', ','), ': ', ':')) <= payload_limit()),
-    CONSTRAINT data_not_too_deep CHECK (
-        pg_column_size(data) <= 800 OR NOT jsonb_path_exists(data, '$.**{101}'))
+    -- In one, for the reason given above.
+    CONSTRAINT consistent CHECK (
+        (status = 'pending' AND lease_id IS NULL OR status = 'claimed' AND lease_id IS NOT NULL)
+        AND attempts BETWEEN 0 AND max_attempts AND claims >= attempts
+        AND progress BETWEEN 0 AND 100 AND blockers >= 0)
 ) WITH (
     fillfactor = 70,
     autovacuum_vacuum_scale_factor = 0.05,

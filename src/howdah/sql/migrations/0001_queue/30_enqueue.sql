@@ -65,9 +65,14 @@ DECLARE
     v_asked uuid[];
     v_new uuid[];
 BEGIN
-    -- Ids first: they name the jobs in every statement below.
-    SELECT array_agg(coalesce((j.value ->> 'id')::uuid, new_job_id()) ORDER BY j.n) INTO v_asked
-    FROM jsonb_array_elements(p_jobs) WITH ORDINALITY AS j (value, n);
+    -- Ids first: they name the jobs in every statement below. Clients send theirs.
+    v_asked := ARRAY (SELECT (j ->> 'id')::uuid FROM jsonb_array_elements(p_jobs) AS j);
+    IF array_position(v_asked, NULL) IS NOT NULL THEN
+        v_asked := ARRAY (
+            SELECT coalesce(a.id, new_job_id())
+            FROM unnest(v_asked) WITH ORDINALITY AS a (id, n)
+            ORDER BY a.n);
+    END IF;
     v_ids := v_asked;
 
     IF jsonb_path_exists(p_jobs, '$[*].idempotency_key ? (@ != null)') THEN

@@ -60,6 +60,7 @@ RETURNS SETOF jobs
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
@@ -117,14 +118,14 @@ BEGIN
                 LIMIT v_left
                 FOR UPDATE SKIP LOCKED))
             RETURNING j.*)
-        SELECT t.id, t.seq, t.queue, t.job_type, t.priority,
+        SELECT t.id, t.seq, t.queue::text, t.job_type::text, t.priority::int,
                CASE WHEN p_started THEN 'running' ELSE t.status END,
-               t.data, t.progress, t.current_stage, t.events_count,
+               t.data::jsonb, t.progress, t.current_stage, t.events_count,
                t.worker_id, t.lease_id, t.lease_expires_at, t.claims, t.claimed_at,
-               t.run_at, t.created_at, t.started_at, NULL::timestamptz,
-               t.attempts, t.max_attempts, t.last_error, t.request_id, t.traceparent,
-               t.idempotency_key, t.ordering_key, t.holds_key, t.blockers, t.cancel_requested, t.keep,
-               NULL::jsonb
+               t.run_at::timestamptz, t.created_at, t.started_at, NULL::timestamptz,
+               t.attempts, t.max_attempts::int, t.last_error, t.request_id::text, t.traceparent::text,
+               t.idempotency_key::text, t.ordering_key::text, t.holds_key, t.blockers, t.cancel_requested,
+               t.keep::interval, NULL::jsonb
         FROM taken AS t
         ORDER BY t.run_at, t.id;
         GET DIAGNOSTICS v_taken = ROW_COUNT;
