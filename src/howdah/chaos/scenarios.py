@@ -59,7 +59,7 @@ class FaultPoints(Scenario):
     about = "kill -9 of workers at every fault point"
     every = 4.0
     least = 30.0
-    at_once = 4
+    at_once = 2
     tries = 3
     _left: Sequence[str] = ()
     _drawn: frozenset[str] = frozenset()
