@@ -85,6 +85,8 @@ def alone() -> list[Scenario]:
     for scenario in mine:
         if isinstance(scenario, KillWorkers):
             often(scenario, 1.0)
+        elif isinstance(scenario, FaultPoints):
+            scenario.at_once = 4  # no other fault has the machine
         elif isinstance(scenario, KillServer | KillBackends | BadNetwork):
             often(scenario, 4.0)
     return [Misfits(), *mine, *servers()]

@@ -101,6 +101,7 @@ class BadNetwork(Scenario):
 
     name = "bad network"
     about = "a proxy that cuts, delays and black-holes connections"
+    least = 15.0
     first = 2.0
     every = 5.0
     wire: Wire
@@ -114,7 +115,7 @@ class BadNetwork(Scenario):
             self.wire.close()
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        name = random.choice(["cut connections", "slow connections", "black hole"])
+        (name,) = self.deal(random, ["cut connections", "slow connections", "black hole"])
         detail = {"seconds": round(random.uniform(0.5, 3), 2)}
         return name, {} if name.startswith("cut") else detail
 

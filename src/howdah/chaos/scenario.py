@@ -164,6 +164,7 @@ class Scenario:
     """Seconds until its first fault."""
     every: float | None = None
     """Seconds from one fault to the next, more or less."""
+    _deck: Sequence[str] = ()
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
@@ -173,6 +174,7 @@ class Scenario:
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
         """What happens when. Nothing but `random` may decide it."""
+        self._deck = ()
         if self.every is None:
             return []
         times = regularly(random, seconds, self.every, self.first)
@@ -181,6 +183,12 @@ class Scenario:
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
         """The name and the particulars of the next fault."""
         return self.name, {}
+
+    def deal(self, random: Random, kinds: Sequence[str], count: int = 1) -> Sequence[str]:
+        """The next of these, each of which has its turn before one has another."""
+        self._deck = self._deck or random.sample(kinds, len(kinds))
+        dealt, self._deck = self._deck[:count], self._deck[count:]
+        return dealt
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         """Make one fault happen, and end."""

@@ -59,21 +59,18 @@ class FaultPoints(Scenario):
     about = "kill -9 of workers at every fault point"
     every = 4.0
     least = 30.0
-    at_once = 4
+    at_once = 2
     tries = 3
-    _left: Sequence[str] = ()
     _drawn: frozenset[str] = frozenset()
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        self._left, self._drawn = (), frozenset()
-        return super().schedule(random, seconds)
+        faults = super().schedule(random, seconds)
+        self._drawn = frozenset(point for fault in faults for point in fault.detail["points"])
+        return faults
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        # Each has had its turn before one has another.
-        self._left = self._left or random.sample(list(POINTS), len(POINTS))
-        points, self._left = self._left[: self.at_once], self._left[self.at_once :]
-        self._drawn |= set(points)
-        return "kill at fault point", {"points": tuple(points), "time": random.randint(1, 3)}
+        points = tuple(self.deal(random, list(POINTS), self.at_once))
+        return "kill at fault point", {"points": points, "time": random.randint(1, 3)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         """Several at once, as each takes its time to start."""

@@ -199,7 +199,7 @@ class Pooled(Scenario):
             yield Place(self.pooler.url, common.checker, common.schema)
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        name = random.choice(["restart the pooler", "kill the pooler"])
+        (name,) = self.deal(random, ["restart the pooler", "kill the pooler"])
         return name, {"down": round(random.uniform(0, 1), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
@@ -234,13 +234,9 @@ class Neighbours(Scenario):
         with workspace("host") as home, machine(home / "pg", max_connections="80") as self.server:
             yield Place(self.server.url, self.server.url)
 
-    def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        self._left: list[str] = []
-        return super().schedule(random, seconds)
-
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        self._left = self._left or random.sample(self.KINDS, len(self.KINDS))
-        return self._left.pop(), {"seconds": round(random.uniform(1, 3.5), 2)}
+        (name,) = self.deal(random, self.KINDS)
+        return name, {"seconds": round(random.uniform(1, 3.5), 2)}
 
     def strike(self, stage: Stage, fault: Fault) -> None:
         url, seconds = stage.place.checker, fault.detail["seconds"]
