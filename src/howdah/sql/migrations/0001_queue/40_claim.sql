@@ -105,10 +105,12 @@ CREATE FUNCTION next_due_at(
     p_queues text[] DEFAULT '{default}',
     p_after timestamptz DEFAULT NULL)
 RETURNS timestamptz
-LANGUAGE sql VOLATILE SECURITY DEFINER
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET plan_cache_mode = force_generic_plan
 AS $$
+BEGIN RETURN (
     SELECT min(first.run_at)
     FROM lanes AS l
     CROSS JOIN LATERAL (
@@ -120,5 +122,5 @@ AS $$
         ORDER BY j.run_at, j.id
         LIMIT 1) AS first
     WHERE l.queue = ANY (p_queues)
-      AND (p_job_types IS NULL OR l.job_type = ANY (p_job_types))
-$$;
+      AND (p_job_types IS NULL OR l.job_type = ANY (p_job_types)));
+END $$;
