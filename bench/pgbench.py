@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bench.peers import Peer
     from bench.workloads import Figures, Stage
 
-BATCH = 1000
+BATCH = 4000
 SCRIPT = """\
 SELECT coalesce(array_agg(id), '{{}}') AS ids, coalesce(array_agg(lease_id), '{{}}') AS fences
 FROM ({claim}) AS claimed \\gset

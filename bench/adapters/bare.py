@@ -1,7 +1,7 @@
 """A ceiling, not a peer: one asyncpg connection that claims and completes with Howdah's own SQL, as fast as
 one loop can, with no worker around it: no slots, no heartbeat, no prefetch, no typed arguments.
 
-Handlers are counted like everybody's. Batches of 1,000, which is what Howdah's worker claims at most.
+Handlers are counted like everybody's. Batches of 4,000, about what Howdah's worker claims at such rates.
 `pipelined.py` is the same with a second connection, so that a claim is under way while a batch is completed.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bench.adapters.driver import Life
     from bench.ledger import Ledger
 
-BATCH = 1000
+BATCH = 4000
 LEASE = timedelta(seconds=30)
 
 

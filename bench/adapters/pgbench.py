@@ -1,5 +1,5 @@
 """A ceiling, not a peer: pgbench, from PostgreSQL's own tools, runs the statements of Howdah's worker with
-one client and batches of 1,000. It executes no handlers; what it completed is counted in the tables.
+one client and batches of 4,000. It executes no handlers; what it completed is counted in the tables.
 
 `bench/pgbench.py` runs it. This adapter makes the schema and fills the queue.
 """

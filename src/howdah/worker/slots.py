@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AHEAD = 0.2  # seconds of work to have at hand
-PREFETCH_LIMIT = 1000
+PREFETCH_LIMIT = 8000  # of jobs; more only make claims long
 HOARDED = 1.0  # seconds in the buffer after which a job is better off elsewhere
 SMOOTHING = 0.1
 YIELD_EVERY = 16
