@@ -107,7 +107,7 @@ class Fetcher:
         if wanted.short and found == wanted.any_type:
             found += await self._claim(wanted.short, wanted.short_types)
         if found:
-            await asyncio.sleep(0)  # the slots first: a job should not wait for the next claim to be sent
+            await asyncio.sleep(0)  # the slots first: no job waits for the next claim to be sent
             await self._note_work()
         elif wanted.any_type:
             await self._rest()
