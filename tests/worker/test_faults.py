@@ -84,12 +84,12 @@ class Massacre:
         return not living
 
     def _enqueue(self, queue: JobQueue, point: str) -> None:
-        """Half of the jobs look as if a worker had died with them before: these are announced."""
+        """Half of the jobs look as if two workers had died with them before: these are announced."""
         job = NewJob(job_type="nap", data={"seconds": 0.05}, queue=point, max_attempts=5)
         with self.conn.transaction():
             ids = [handle.id for handle in queue.enqueue_many([job] * JOBS, conn=self.conn)]
             self.conn.execute(
-                "UPDATE howdah.live_jobs SET claims = 1 WHERE id = ANY (%s)", [ids[::2]]
+                "UPDATE howdah.live_jobs SET claims = 2 WHERE id = ANY (%s)", [ids[::2]]
             )
         self.ids[point] += ids
 

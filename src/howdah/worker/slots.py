@@ -276,7 +276,7 @@ class Slots:
         """One job, to an outcome, whatever happens."""
         try:
             faults.reach("before-start")
-            if run.job.claims > 1 and not await self._announced(run):
+            if run.job.claims - run.job.attempts > 1 and not await self._announced(run):
                 return Lost()
             return await self._call(run)
         except asyncio.CancelledError:
@@ -319,18 +319,17 @@ class Slots:
         return outcome
 
     async def _announced(self, run: Run) -> bool:
-        """Write started_at before a job runs that was claimed before: if it kills this process, the
-        attempt counts. Gives whether the job is still ours.
+        """Write started_at before a job runs of which two claims have ended without a trace: if it kills
+        this process too, the attempt counts. Gives whether the job is still ours.
 
-        One whose worker died before it could say that the job had started may be what killed it, or
-        only have been near. Such jobs go one by one, until each is acknowledged or has run for a
-        while: no other is announced, and so none pays, while one may be about to kill us."""
-        if run.job.claims > run.job.attempts:
-            await self._suspects.acquire()
-            run.on_written = _once(self._suspects.release)
+        Such a job may be what killed its workers, or only have been near, twice. So they go one by one,
+        until each is acknowledged or has run for a while: no other is announced, and so none pays, while
+        one may be about to kill us. After a single death all go on as if nothing had been: nearly all
+        that a worker has when it dies is innocent, and it may have thousands at hand."""
+        await self._suspects.acquire()
+        run.on_written = _once(self._suspects.release)
         mine = await self._announce(run)
-        if run.on_written is not None:
-            asyncio.get_running_loop().call_later(SUSPICION, self._acquit, run)
+        asyncio.get_running_loop().call_later(SUSPICION, self._acquit, run)
         return mine
 
     def _acquit(self, run: Run) -> None:
