@@ -113,6 +113,17 @@ class Stage:
             return dict(conn.execute(query.encode(), [since]).fetchall())
         return {}
 
+    def raise_suspicion(self) -> None:
+        """Have waiting jobs look as if two workers had died with them, without a trace: a worker then writes
+        down that it starts them before it does."""
+        jobs = f"{quote_schema(self.place.schema)}.live_jobs"
+        mark = (
+            f"UPDATE {jobs} SET claims = attempts + 2 WHERE id = ANY (ARRAY (SELECT id FROM {jobs} "
+            "WHERE status = 'pending' AND claims - attempts < 2 LIMIT 100 FOR UPDATE SKIP LOCKED))"
+        )
+        with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
+            conn.execute(mark.encode())
+
     def await_busy(self, patience: float = BUSY_PATIENCE) -> list[Child]:
         """The workers that have jobs in hand, oldest first, as soon as there are some: a fault that finds
         nobody in the middle shows nothing."""

@@ -98,6 +98,10 @@ class FaultPoints(Scenario):
             while not stage.in_hand().get(victim.pid) and time.monotonic() < give_up:
                 stage.sleep(0.02)
             victim.send(signal.SIGTERM)
+        if point == "after-start":
+            give_up = time.monotonic() + DEATH_PATIENCE
+            while victim.wait(0.05) is None and time.monotonic() < give_up:
+                stage.raise_suspicion()
         if victim.wait(DEATH_PATIENCE) is None:
             victim.send(signal.SIGTERM)
             victim.wait(DEATH_PATIENCE)
