@@ -592,7 +592,7 @@ def test_a_lost_lease_names_the_refused_and_the_others_are_completed(
     with pytest.raises(LeaseLost) as caught:
         queue.complete(claimed)
     assert set(caught.value.ids) == {claimed[0].id, claimed[1].id}
-    assert "the lease on 2 job(s) was lost and nothing was written about them" in str(caught.value)
+    assert "the lease on 2 jobs was lost and nothing was written about them" in str(caught.value)
     assert [queue.get(each).status for each in claimed] == [
         "claimed", "claimed", "completed", "completed",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from uuid import uuid4
 import psycopg
 
 from howdah import sql
-from howdah.errors import did_you_mean
+from howdah.errors import counted, did_you_mean
 from howdah.insight import ALIVE, describe
 from howdah.statements import quote_schema
 
@@ -110,7 +110,7 @@ class Doctor:
             "WHERE n.nspname = $1::text GROUP BY o.rolname, o.rolsuper",
             self._schema,
         )[0]
-        text = f'"{owner}" owns it, {users} other role(s) may use it'
+        text = f'"{owner}" owns it, {counted(users, "other role")} may use it'
         if makers:
             return Finding("access", "problem", f"{text}, and {makers} may create objects in it",
                            "Its functions run with their owner's rights and could be led astray: REVOKE "
@@ -192,7 +192,7 @@ class Doctor:
         if not rows:
             return Finding("slots", "ok", "no forgotten replication slot or prepared transaction")
         names = ", ".join(str(row[0]) for row in rows[:3])
-        return Finding("slots", "warning", f"{names} hold(s) vacuum back",
+        return Finding("slots", "warning", f"vacuum is held back by {names}",
                        "Drop the slot or end the prepared transaction if nobody needs it.")  # fmt: skip
 
     def _dead(self) -> Finding:
@@ -240,7 +240,9 @@ class Doctor:
         ]
         if not known:
             return Finding(
-                "job types", "ok", f"{len(waiting)} type(s) wait; no worker to compare with"
+                "job types",
+                "ok",
+                f"waiting: {counted(len(waiting), 'type')}; no worker to compare with",
             )
         unknown = [name for name in waiting if name not in known]
         if not unknown:
@@ -267,7 +269,7 @@ class Doctor:
             "AND lease_expires_at < clock_timestamp() - interval '10 seconds'"
         )[0]
         if expired:
-            return Finding("leases", "problem", f"{expired:,} job(s) with a lease long run out",
+            return Finding("leases", "problem", f"{counted(expired, 'job')} with a lease long run out",
                            "Nobody runs maintenance: start a worker, or run `howdah recover`.")  # fmt: skip
         return Finding("leases", "ok", "none has run out unnoticed")
 
@@ -296,7 +298,7 @@ class Doctor:
         )[0]
         (stray,) = self._rows("SELECT count(*) FROM {s}.finished_jobs_default")[0]
         text = f"leaves for {ahead} days ahead" + (
-            f", {stray:,} row(s) in the default leaf" if stray else ""
+            f", {counted(stray, 'row')} in the default leaf" if stray else ""
         )
         if ahead < 8:
             return Finding("retention", "warning", text,

@@ -156,7 +156,7 @@ class LeaseLost(HowdahError):
         self.ids = tuple(ids)
         which = ", ".join(map(str, self.ids[:3])) + (" …" if len(self.ids) > 3 else "")
         super().__init__(
-            f"the lease on {len(self.ids)} job(s) was lost and nothing was written about them: {which}. "
+            f"the lease on {counted(len(self.ids), 'job')} was lost and nothing was written about them: {which}. "
             "Another worker may be running them; stop working on them."
         )
 
@@ -222,7 +222,8 @@ class JobFailed(HowdahError):
     def __init__(self, job: Job) -> None:
         self.job = job
         super().__init__(
-            f"job {job.id} ({job.job_type}) failed after {job.attempts} attempt(s): {job.last_error}"
+            f"job {job.id} ({job.job_type}) failed after {counted(job.attempts, 'attempt')}: "
+            f"{job.last_error}"
         )
 
 
@@ -232,6 +233,11 @@ class JobCancelled(HowdahError):
     def __init__(self, job: Job) -> None:
         self.job = job
         super().__init__(f"job {job.id} ({job.job_type}) was cancelled.")
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 job", "2 jobs"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from howdah.errors import JobNotFound, did_you_mean
+from howdah.errors import JobNotFound, counted, did_you_mean
 from howdah.model import Job, Status
 from howdah.statements import Statement, Statements, quote_schema
 
@@ -234,7 +234,9 @@ class Insight(Questions):
                 starts_at = self._estimate(job, ahead, now)
             if not reasons:
                 text = (
-                    f"{ahead:,} job(s) of its queue go before it" if ahead else "it is next in line"
+                    f"{counted(ahead, 'job')} of its queue to go before it"
+                    if ahead
+                    else "it is next in line"
                 )
                 reasons.append(Reason(code="behind" if ahead else "next", text=text))
         return Explanation(job=job, reasons=tuple(reasons), ahead=ahead, starts_at=starts_at)
@@ -257,7 +259,11 @@ class Insight(Questions):
         if not job.blockers:
             return []
         if job.ordering_key is None:
-            return [Reason(code="blocked", text=f"{job.blockers} other job(s) must end before it")]
+            return [
+                Reason(
+                    code="blocked", text=f"{counted(job.blockers, 'other job')} must end before it"
+                )
+            ]
         holder = self._ask(
             "SELECT id, status, run_at FROM {s}.jobs WHERE ordering_key = $1::text AND holds_key",
             job.ordering_key,
@@ -295,7 +301,10 @@ class Insight(Questions):
             return [Reason(code="unserved-queue", text=text)]
         if all(worker.running >= worker.concurrency > 0 for worker in knowing):
             return [
-                Reason(code="busy", text=f"all {len(knowing)} worker(s) that could run it are busy")
+                Reason(
+                    code="busy",
+                    text=f"all who could run it are busy: {counted(len(knowing), 'worker')}",
+                )
             ]
         return []
 

@@ -190,7 +190,7 @@ def test_a_job_that_fails_is_code_5(act: Run, database: str, meanwhile: Any) -> 
     assert result.exit_code == 5
     [job_id] = ids(result.stdout)
     sentence = (
-        f"Error: job {job_id} (t) failed after 1 attempt(s): ValueError: no such\\x1b[31m file\n"
+        f"Error: job {job_id} (t) failed after 1 attempt: ValueError: no such\\x1b[31m file\n"
     )
     assert result.stderr == sentence
     for command in ("wait", "watch"):

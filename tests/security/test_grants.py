@@ -353,7 +353,7 @@ def test_the_doctor_sees_who_could_lead_the_functions_astray(secured: Secured) -
         return next(each for each in map(json.loads, lines) if each["check"] == "access")
 
     assert access()["level"] == "ok"
-    assert access()["text"] == '"ops" owns it, 3 other role(s) may use it'
+    assert access()["text"] == '"ops" owns it, 3 other roles may use it'
     with secured.connect() as conn:
         conn.execute("GRANT CREATE ON SCHEMA howdah TO app_web")
         assert access()["level"] == "problem"

@@ -23,7 +23,7 @@ from howdah.cli.look import LANE_COLUMNS, WORKER_COLUMNS, lane_row, rate, worker
 from howdah.cli.output import STYLES, compact, one_line
 from howdah.cli.session import queue_command
 from howdah.cli.values import Duration, Name
-from howdah.errors import DatabaseUnreachable
+from howdah.errors import DatabaseUnreachable, counted
 from howdah.insight import describe
 from howdah.statements import quote_schema
 from howdah.tailing import LIMIT, Tail
@@ -327,7 +327,7 @@ def _detail(each: Occurrence) -> str:
         case "completed":
             return "" if each.took is None else f"in {describe(timedelta(seconds=each.took))}"
         case "failed":
-            tries = f"after {each.attempt} attempt(s)"
+            tries = f"after {counted(each.attempt or 0, 'attempt')}"
             return f"{tries}: {one_line(each.error)}" if each.error else tries
         case "error":
             return f"attempt {each.attempt}: {one_line(each.error or '')}"

@@ -14,7 +14,7 @@ from howdah.cli.output import STYLES, Column, Output, clean, one_line, relative
 from howdah.cli.session import queue_command
 from howdah.cli.values import Misuse
 from howdah.doctor import Doctor
-from howdah.errors import InvalidOption
+from howdah.errors import InvalidOption, counted
 from howdah.insight import describe
 from howdah.statements import quote_schema
 
@@ -163,7 +163,8 @@ def explain_command(session: Session, output: Output, job_id: str) -> None:
     codes = {reason.code for reason in found.reasons}
     if found.ahead and "behind" not in codes:
         output.line(
-            f"{output.sign('event')} {found.ahead:,} job(s) of its queue go before it", indent=2
+            f"{output.sign('event')} {counted(found.ahead, 'job')} of its queue to go before it",
+            indent=2,
         )
     if found.starts_at is not None:
         output.line(f"It may start {relative(found.starts_at, now)}.", indent=2)
@@ -197,7 +198,9 @@ def doctor_command(database: str | None, schema: str, as_json: bool) -> None:
     problems, warnings = levels.count("problem"), levels.count("warning")
     if not as_json:
         summary = (
-            f"{problems} problem(s), {warnings} warning(s)" if problems or warnings else "All well"
+            f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
+            if problems or warnings
+            else "All well"
         )
         worst = "problem" if problems else "warning" if warnings else "ok"
         output.line("")
