@@ -208,6 +208,10 @@ def test_an_attempt_that_a_neighbour_burned() -> None:
     )
     story.work(4.1, "b", 11).ack(4.3, "b", 11)
     assert story.row(fence="b", attempts=2).broken() == ["P8"]
+    # An attempt is given back ten times; what has died with its worker more often pays.
+    for claims, broken in ((11, ["P8"]), (12, [])):
+        story.rows.clear()
+        assert story.row(fence="b", attempts=2, claims=claims).broken() == broken
 
 
 def test_a_lease_that_was_given_back_used_no_attempt() -> None:

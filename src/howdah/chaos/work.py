@@ -62,10 +62,13 @@ class Work(Judge):
             yield Finding("P4", case.id, "was claimed with no attempt left", numbers(*over))
 
     def burned(self, case: Case) -> Iterator[Finding]:
-        """An attempt used up by a claim under which the job neither began, nor was said to, nor ended."""
+        """An attempt used up by a claim under which the job neither began, nor was said to, nor ended. It is
+        given back ten times, and no more: one that kills before it is said to begin must come to an end."""
         if not case.rows or not case.leases:
             return
         row = case.rows[0]
+        if row.claims - row.attempts >= RETURNED:
+            return
         begun = [
             lease for lease in case.leases
             if lease.starts or lease.announced
