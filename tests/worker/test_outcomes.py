@@ -100,7 +100,7 @@ async def test_a_job_without_an_attempt_left_has_failed(
 ) -> None:
     handle = await module_app.tasks[f"{executor}:hopeless"].aenqueue(str(tmp_path / "ran"))
     async with running_worker(module_app):
-        with pytest.raises(JobFailed, match=r"failed after 2 attempt\(s\): ValueError") as caught:
+        with pytest.raises(JobFailed, match=r"failed after 2 attempts: ValueError") as caught:
             await handle.aresult(30)
     assert len(lines(tmp_path / "ran")) == 2
     assert caught.value.job.last_error == "ValueError: � no ? way"

@@ -237,7 +237,7 @@ async def test_a_failed_job_raises_what_it_failed_with(
 ) -> None:
     gate.release.set()
     handle = await stepping.aenqueue(fail=True)
-    with pytest.raises(JobFailed, match=r"failed after 2 attempt\(s\): OSError: torn") as caught:
+    with pytest.raises(JobFailed, match=r"failed after 2 attempts: OSError: torn") as caught:
         await handle.aresult(30)
     assert caught.value.job.id == handle.id
     with pytest.raises(JobFailed):
