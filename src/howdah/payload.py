@@ -226,10 +226,10 @@ def _encode_common(
     # The database has the same defaults; what is not sent need not be parsed.
     if checks.check_name(queue, "queue") != "default":
         fields["queue"] = queue
-    if checks.check_integer(priority, "priority", *PRIORITY_RANGE) != 100:
-        fields["priority"] = int.__index__(priority)
-    if checks.check_integer(max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT) != 3:
-        fields["max_attempts"] = int.__index__(max_attempts)
+    if (number := checks.check_integer(priority, "priority", *PRIORITY_RANGE)) != 100:
+        fields["priority"] = number
+    if (number := checks.check_integer(max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT)) != 3:
+        fields["max_attempts"] = number
     if keep is not None:
         fields["keep"] = f"{checks.to_seconds(keep, 'keep'):f} seconds"
     return fields
