@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -594,6 +595,16 @@ async def test_it_decorates_coroutine_functions() -> None:
     assert len(assert_enqueued(triple)) == 1
 
 
+@pytest.fixture
+def restless_threads() -> Iterator[None]:
+    """Threads that take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless_threads")
 def test_threads_may_enqueue_at_the_same_time() -> None:
     def enqueue() -> None:
         for n in range(20):

@@ -64,7 +64,7 @@ def _statement(task: Task[..., Any]) -> Statement[list[Job]]:
 def _jobs(task: Task[..., Any]) -> list[Job]:
     queue: Any = task.app.queue
     if isinstance(queue, MemoryQueue):
-        return [entry.job for entry in queue.memory.entries.values()]
+        return [entry.job for entry in queue.memory.all()]
     found: list[Job] = queue._store.run(_statement(task), task._call.get("conn"))
     return found[::-1]
 

@@ -61,7 +61,7 @@ class Log:
     @property
     def jobs(self) -> list[Job]:
         """Every job, in the order in which they were enqueued, as it is now."""
-        return [entry.job for entry in self._memory.entries.values()]
+        return [entry.job for entry in self._memory.all()]
 
     @property
     def failed(self) -> list[Job]:

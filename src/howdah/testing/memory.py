@@ -84,6 +84,10 @@ class Memory:
         self._numbers = count(1)
         self.entries: dict[UUID, Entry] = {}
 
+    def all(self) -> list[Entry]:
+        """The entries so far. A copy, as other threads may add to them."""
+        return list(self.entries.values())
+
     def add(self, jobs: Iterable[NewJobLike]) -> list[tuple[Entry, bool]]:
         """Add jobs, all or none, unless their idempotency key is taken: (entry, is_new) of each."""
         encoded = self.operations.encode_many(jobs)
@@ -123,13 +127,13 @@ class Memory:
 
     def pending(self) -> list[Entry]:
         """What has not run, and could, in due order."""
-        waiting = [entry for entry in self.entries.values() if entry.job.status is Status.PENDING]
+        waiting = [entry for entry in self.all() if entry.job.status is Status.PENDING]
         known = [entry for entry in waiting if entry.job.job_type in self._app.tasks]
         return sorted(known, key=lambda entry: (entry.job.run_at, entry.job.seq))
 
     def failures(self, *, seen: bool = False) -> list[Entry]:
         """What failed for good; only what nobody has looked at unless `seen`."""
-        failed = [entry for entry in self.entries.values() if entry.job.status is Status.FAILED]
+        failed = [entry for entry in self.all() if entry.job.status is Status.FAILED]
         return [entry for entry in failed if seen or not entry.seen]
 
     def depth(self) -> int:
@@ -268,7 +272,7 @@ class MemoryQueue:
         self, *, limit: int = 50, before: JobRef | None = None, data: Any = None, **filters: Any
     ) -> list[Job]:
         """Jobs that match, newest first. Of `data` only the topmost level is compared."""
-        entries = sorted(self.memory.entries.values(), key=lambda entry: entry.job.id, reverse=True)
+        entries = sorted(self.memory.all(), key=lambda entry: entry.job.id, reverse=True)
         matching = [
             entry
             for entry in entries
@@ -282,7 +286,7 @@ class MemoryQueue:
         """How many jobs there are of each status."""
         jobs = [
             entry.job
-            for entry in self.memory.entries.values()
+            for entry in self.memory.all()
             if queue in (None, entry.job.queue) and job_type in (None, entry.job.job_type)
         ]
         return {status: sum(job.status is status for job in jobs) for status in Status}
