@@ -192,7 +192,7 @@ def test_a_claim_reads_as_much_of_a_small_queue_as_of_a_large_one(
     large = claims()
     # Single claims: 37 pages, then 22; of a hundred jobs: 809, then 967. An index may become a level deeper.
     assert 0 < small <= (60 if batch == 1 else 1_200), (small, large)
-    assert large <= 1.25 * small + 8, (small, large)
+    assert large <= 1.5 * small + 8, (small, large)
 
 
 def test_no_operation_is_planned_anew_each_time(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import os
 import subprocess
@@ -34,12 +35,14 @@ from howdah import (
     NotClaimed,
     Status,
 )
-from howdah.new_jobs import COPY_FROM
+from howdah.new_jobs import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import psycopg
+
+    from howdah.model import NewJobLike
 
 database, module_database = emptied.database, emptied.module_database
 
@@ -257,7 +260,7 @@ async def test_what_is_sent_in_bulk_arrives_as_if_it_had_been_sent_alone(
     queue: JobQueue, aqueue: AsyncJobQueue, connect: Callable[[], psycopg.Connection]
 ) -> None:
     alone = [described(queue.get(queue.enqueue_many([job])[0])) for job in AWKWARD_JOBS]
-    fill = [("fill", n) for n in range(COPY_FROM)]
+    fill = [("fill", n) for n in range(CHUNK)]
     for handles in (
         queue.enqueue_many([*AWKWARD_JOBS, *fill]),
         await aqueue.enqueue_many([*AWKWARD_JOBS, *fill]),
@@ -269,7 +272,7 @@ async def test_what_is_sent_in_bulk_arrives_as_if_it_had_been_sent_alone(
     assert [job.data for job in queue.claim("fill", batch_size=3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("others", [1, COPY_FROM])
+@pytest.mark.parametrize("others", [1, CHUNK])
 def test_data_that_are_too_large_for_the_database_are_told_by_their_job(
     database: str, others: int
 ) -> None:
@@ -287,7 +290,7 @@ def test_data_that_are_too_large_for_the_database_are_told_by_their_job(
 async def test_what_copy_cannot_send_goes_in_bulk_all_the_same(
     queue: JobQueue, aqueue: AsyncJobQueue
 ) -> None:
-    fill = [("fill", n) for n in range(COPY_FROM)]
+    fill = [("fill", n) for n in range(CHUNK)]
     late = NewJob(job_type="late", delay=3600)
     first = queue.enqueue_many([*fill, late, NewJob(job_type="once", idempotency_key="k")])
     second = await aqueue.enqueue_many([*fill, late, NewJob(job_type="once", idempotency_key="k")])
@@ -295,18 +298,59 @@ async def test_what_copy_cannot_send_goes_in_bulk_all_the_same(
     assert queue.get(second[-2]).run_at > queue.get(second[-1]).run_at + timedelta(minutes=59)
 
 
-def test_of_many_jobs_all_or_none_are_enqueued(
-    queue: JobQueue, connect: Callable[[], psycopg.Connection]
+async def test_of_many_jobs_all_or_none_are_enqueued(
+    queue: JobQueue, aqueue: AsyncJobQueue, connect: Callable[[], psycopg.Connection]
 ) -> None:
     conn = connect()
     conn.execute("ALTER TABLE howdah.live_jobs ADD CONSTRAINT no CHECK (data <> '6000'::jsonb)")
     try:
         with pytest.raises(howdah.InvalidJob) as caught:
             queue.enqueue_many(("bulk", n) for n in range(12_000))
+        with pytest.raises(howdah.InvalidJob) as acaught:
+            await aqueue.enqueue_many(("bulk", n) for n in range(12_000))
     finally:
         conn.execute("ALTER TABLE howdah.live_jobs DROP CONSTRAINT no")
-    assert caught.value.index == 6_000
+    assert caught.value.index == acaught.value.index == 6_000
     assert queue.pending() == 0
+
+
+class Unreadable(dict[str, object]):
+    """As a lazy mapping is that has lost its source."""
+
+    def __contains__(self, key: object) -> bool:
+        raise ConnectionResetError("gone")
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (("bulk", {1, 2}), "data holds a set"),
+        ({"job_type": "bulk", "prioritty": 3}, "prioritty"),
+        (Unreadable(job_type="bulk"), "could not be read: ConnectionResetError: gone"),
+    ],
+)
+async def test_a_job_found_invalid_after_others_were_sent_takes_them_back(
+    queue: JobQueue, aqueue: AsyncJobQueue, bad: NewJobLike, why: str
+) -> None:
+    jobs = [*[("bulk", n) for n in range(6_000)], bad, ("bulk", 6_001)]
+    with pytest.raises(howdah.HowdahError, match=f"job 6000: .*{why}"):
+        queue.enqueue_many(jobs)
+    with pytest.raises(howdah.HowdahError, match=f"job 6000: .*{why}"):
+        await aqueue.enqueue_many(jobs)
+    assert queue.pending() == 0
+    assert (
+        len(await aqueue.enqueue_many(jobs[:6_000])) == 6_000
+    )  # the connection is as good as before
+    assert queue.pending() == 6_000
+
+
+def test_jobs_in_bulk_are_encoded_while_others_are_sent(queue: JobQueue) -> None:
+    bulk = queue._do.enqueue_many([("bulk", n) for n in range(10 * CHUNK)], borrowed=False)
+    (copy, *_) = itertools.islice(bulk.statements(), 1)
+    assert copy.copy is not None
+    for sent, _ in enumerate(copy.copy.lines, 1):
+        assert len(bulk.encoded) == sent * CHUNK
+    assert sent == 10
 
 
 # ── request ids ───────────────────────────────────────────────────────────────────────────────────

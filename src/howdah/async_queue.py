@@ -100,15 +100,14 @@ class AsyncJobQueue:
         return [handle for answer in answers for handle in answer]
 
     async def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
-        encoded = self._do.encode_many(jobs)
-        statements = self._do.enqueue_many(encoded, borrowed=conn is not None)
+        bulk = self._do.enqueue_many(jobs, borrowed=conn is not None)
         try:
             if conn is not None:
-                answers = [await self._store.run(statement, conn) for statement in statements]
+                answers = [await self._store.run(each, conn) for each in bulk.statements()]
             else:
-                answers = await self._store.run_all(statements) if statements else []
+                answers = await self._store.run_all(bulk.statements()) if bulk else []
         except InvalidJob as error:
-            raise blame(error, encoded) from error.__cause__
+            raise blame(error, bulk.encoded) from error.__cause__
         return [handle for answer in answers for handle in answer]
 
     async def claim(

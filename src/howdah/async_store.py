@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +29,7 @@ from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Sequence
+    from collections.abc import AsyncIterator, Generator, Iterable
 
     from howdah.statements import Rows, Statement
 
@@ -98,8 +97,9 @@ class AsyncStore:
             raise_translated(error, self._schema)
         return statement.decode(rows)
 
-    async def run_all(self, statements: Sequence[Statement[T]]) -> list[T]:
-        """Run statements in one transaction, again from the start if the connection breaks."""
+    async def run_all(self, statements: Iterable[Statement[T]]) -> list[T]:
+        """Run statements in one transaction, again from the start if the connection breaks. They may be
+        made as they are asked for."""
         give_up = time.monotonic() + self._timeout
         broken = False
         while True:
@@ -131,15 +131,15 @@ class AsyncStore:
         return not is_ours(self._database) and str(error).startswith("pool is ")
 
     async def _attempt(
-        self, pool: asyncpg.Pool, statements: Sequence[Statement[T]], broken: bool, give_up: float
+        self, pool: asyncpg.Pool, statements: Iterable[Statement[T]], broken: bool, give_up: float
     ) -> list[T]:
         async with pool.acquire(timeout=seconds_left(give_up, self._patience)) as conn:
             try:
-                if len(statements) == 1 and not self._pooled:
-                    rows = [await _afetch(conn, statements[0], broken)]
+                if isinstance(statements, list) and len(statements) == 1 and not self._pooled:
+                    rows = [(each, await _afetch(conn, each, broken)) for each in statements]
                 else:
                     async with conn.transaction():
-                        rows = [await _afetch(conn, statement, broken) for statement in statements]
+                        rows = [(each, await _afetch(conn, each, broken)) for each in statements]
             except _ASYNC_ERRORS as error:
                 # A time-out is an OSError too: who did not answer once is not asked again.
                 if is_connection_lost(error):
@@ -148,9 +148,7 @@ class AsyncStore:
                         # Nor are its neighbours: each would take its own time to be found out.
                         await pool.expire_connections()
                 raise
-        return [
-            statement.decode(answer) for statement, answer in zip(statements, rows, strict=True)
-        ]
+        return [statement.decode(answer) for statement, answer in rows]
 
     async def _ready(self, give_up: float | None = None) -> asyncpg.Pool:
         home = (os.getpid(), asyncio.get_running_loop())
@@ -264,12 +262,19 @@ async def _afetch(conn: Any, statement: Statement[Any], broken: bool) -> Rows:
     if (copy := statement.copy) is not None:
         await conn.copy_to_table(
             copy.table, schema_name=copy.schema, columns=copy.columns, encoding="UTF8",
-            source=io.BytesIO(copy.lines),
+            source=_in_turns(copy.lines),
         )  # fmt: skip
         return []
     limit = {} if statement.timeout is None else {"timeout": statement.timeout}
     rows: Rows = await conn.fetch(statement.text, *statement.parameters, **limit)
     return rows
+
+
+async def _in_turns(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Parts that take time to make, with room for others in between."""
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)
 
 
 async def adrive(conn: Any, work: Generator[migrate.Query | migrate.Script, Any, T]) -> T:

@@ -3,8 +3,7 @@ that suit the server. The half of `operations.py` that has nothing to do with cl
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,10 +21,27 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 4 * 2**20
 BATCH_JOBS = 5_000
-COPY_FROM = 200  # jobs: below that its round trips cost more than it saves
+CHUNK = 200  # jobs that are encoded at a time; a COPY of fewer costs more than it saves
+COPY_JOBS = 20_000
 _PLAIN = frozenset(lines.COLUMNS)
 
 _NEW_JOB_FIELDS = NewJob.__struct_fields__
+
+
+class InTurn(Iterable[NewJob]):
+    """Jobs that are made of something else, each when its turn comes."""
+
+    def __init__(self, items: Iterable[Any], make: Callable[[Any], NewJob]) -> None:
+        self.items = list(items)
+        self.make = make
+
+    def __iter__(self) -> Iterator[NewJob]:
+        return map(self.make, self.items)
+
+    @classmethod
+    def of(cls, jobs: Iterable[NewJobLike]) -> InTurn:
+        """Jobs in any of their forms."""
+        return jobs if isinstance(jobs, InTurn) else cls(jobs, _to_new_job)
 
 
 class NewJobs:
@@ -63,41 +79,103 @@ class NewJobs:
 
     def encode_many(self, jobs: Iterable[NewJobLike]) -> list[dict[str, Any]]:
         """Jobs in any of their forms, checked; an error names the index."""
-        encoded = []
-        jobs = list(jobs)
-        for index, (job, job_id) in enumerate(zip(jobs, new_ids(len(jobs)), strict=True)):
-            try:
-                encoded.append(self.encode(_to_new_job(job), job_id))
-            except InvalidJob as error:
-                raise error.at(index) from None
-            except InvalidOption as error:
-                raise InvalidOption(f"job {index}: {error}") from None
-        return encoded
+        return [job for chunk in self.encode_chunks(InTurn.of(jobs)) for job in chunk]
 
-    def enqueue(self, jobs: list[dict[str, Any]]) -> list[Statement[list[Handle]]]:
-        """Encoded jobs in as many statements as their size asks for."""
-        return [self._enqueue(batch) for batch in _batches(jobs)]
+    def encode_chunks(self, jobs: InTurn) -> Iterator[list[dict[str, Any]]]:
+        """The same, as they are asked for, so many at a time."""
+        for start in range(0, len(jobs.items), CHUNK):
+            chunk = jobs.items[start : start + CHUNK]
+            encoded: list[dict[str, Any]] = []
+            for item, job_id in zip(chunk, new_ids(len(chunk)), strict=True):
+                try:
+                    encoded.append(self.encode(jobs.make(item), job_id))
+                except InvalidJob as error:
+                    raise error.at(start + len(encoded)) from None
+                except InvalidOption as error:
+                    raise InvalidOption(f"job {start + len(encoded)}: {error}") from None
+                except Exception as error:  # a mapping of the caller's own may raise anything
+                    why = f"it could not be read: {payload.describe_error(error)}."
+                    raise InvalidJob(why, field="job").at(start + len(encoded)) from error
+            yield encoded
 
-    def _enqueue(
+    def enqueue(
         self, jobs: list[dict[str, Any]], *, again: bool = False
-    ) -> Statement[list[Handle]]:
-        batch = payload.encode_batch(jobs)
-        return self.statements.enqueue_jobs(batch, self.idempotency_ttl, again=again)
-
-    def enqueue_many(
-        self, jobs: list[dict[str, Any]], *, borrowed: bool
     ) -> list[Statement[list[Handle]]]:
-        """The same, by COPY where that is possible and pays: many plain jobs, on a connection of ours."""
-        if borrowed or len(jobs) < COPY_FROM or not all(_PLAIN.issuperset(job) for job in jobs):
-            return self.enqueue(jobs)
-        lanes = {
-            (job.get("queue", "default"), job["job_type"], job.get("priority", 100)) for job in jobs
-        }
-        copies = [
-            self.statements.copy_jobs(batch, functools.partial(self._enqueue, batch, again=True))
+        """Encoded jobs in as many statements as their size asks for. `again`: unless they are there."""
+        return [
+            self.statements.enqueue_jobs(
+                payload.encode_batch(batch), self.idempotency_ttl, again=again
+            )
             for batch in _batches(jobs)
         ]
-        return [*copies, self.statements.announce_jobs(payload.encode_batch(sorted(lanes)))]
+
+    def enqueue_many(self, jobs: Iterable[NewJobLike], *, borrowed: bool) -> Bulk:
+        """Jobs in any of their forms, to be sent together, on a `borrowed` connection or one of ours."""
+        return Bulk(self, InTurn.of(jobs), copy=not borrowed)
+
+
+class Bulk:
+    """A bulk enqueue. Its statements are made while they are sent: the server stores what it has while the
+    next jobs are encoded here. They are to be run in one transaction.
+
+    Many plain jobs are copied, as far as there is nothing special about them. What follows, and what is
+    sent again because the connection broke, goes as JSON."""
+
+    def __init__(self, new_jobs: NewJobs, jobs: InTurn, *, copy: bool) -> None:
+        self.encoded: list[dict[str, Any]] = []
+        self._do = new_jobs
+        self._copy = copy and len(jobs.items) >= CHUNK
+        self._chunks = new_jobs.encode_chunks(jobs)
+        self._next: list[dict[str, Any]] = []
+        self._advance()  # what is wrong with the first of them is told before anything is sent
+
+    def __bool__(self) -> bool:
+        return bool(self.encoded)
+
+    def statements(self) -> Iterable[Statement[list[Handle]]]:
+        """What to send. If the connection breaks, it is to be gone through once more."""
+        return self if self._copy else self._do.enqueue(self._rest())
+
+    def __iter__(self) -> Iterator[Statement[list[Handle]]]:
+        if not self._copy:
+            self._rest()
+            yield from self._do.enqueue(self.encoded, again=True)
+            return
+        self._copy = False  # nor a second time
+        lanes: set[tuple[str, str, int]] = set()
+        while self._is_plain():
+            copied: list[dict[str, Any]] = []
+            yield self._do.statements.copy_jobs(self._lines(copied), copied)
+            lanes |= {_lane(job) for job in copied}
+        if lanes:
+            yield self._do.statements.announce_jobs(payload.encode_batch(sorted(lanes)))
+        yield from self._do.enqueue(self._rest())
+
+    def _advance(self) -> None:
+        self._next = next(self._chunks, [])
+        self.encoded += self._next
+
+    def _is_plain(self) -> bool:
+        return bool(self._next) and all(map(_PLAIN.issuperset, self._next))
+
+    def _lines(self, copied: list[dict[str, Any]]) -> Iterator[bytes]:
+        """The next jobs for one COPY, as long as they are plain."""
+        while len(copied) < COPY_JOBS and self._is_plain():
+            copied += self._next
+            yield lines.encode_lines(self._next)
+            self._advance()
+
+    def _rest(self) -> list[dict[str, Any]]:
+        """What has not been sent."""
+        rest: list[dict[str, Any]] = []
+        while self._next:
+            rest += self._next
+            self._advance()
+        return rest
+
+
+def _lane(job: Mapping[str, Any]) -> tuple[str, str, int]:
+    return job.get("queue", "default"), job["job_type"], job.get("priority", 100)
 
 
 def refuse_unknown(unknown: Iterable[Any], known: Iterable[str]) -> None:

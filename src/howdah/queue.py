@@ -98,15 +98,14 @@ class JobQueue:
 
         Each is a `NewJob`, a mapping of its fields, or `(job_type, data)`. An error names the index.
         """
-        encoded = self._do.encode_many(jobs)
-        statements = self._do.enqueue_many(encoded, borrowed=conn is not None)
+        bulk = self._do.enqueue_many(jobs, borrowed=conn is not None)
         try:
             if conn is not None:
-                answers = [self._store.run(statement, conn) for statement in statements]
+                answers = [self._store.run(each, conn) for each in bulk.statements()]
             else:
-                answers = self._store.run_all(statements) if statements else []
+                answers = self._store.run_all(bulk.statements()) if bulk else []
         except InvalidJob as error:
-            raise blame(error, encoded) from error.__cause__
+            raise blame(error, bulk.encoded) from error.__cause__
         return [handle for answer in answers for handle in answer]
 
     def claim(

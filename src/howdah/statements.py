@@ -7,7 +7,7 @@ asyncpg and psycopg; every parameter is cast, so no driver has to guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -33,7 +33,7 @@ class Copy:
     schema: str
     table: str
     columns: tuple[str, ...]
-    lines: bytes
+    lines: Iterable[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,13 @@ class Statements:
         )
 
     def copy_jobs(
-        self, jobs: Sequence[Mapping[str, Any]], again: Callable[[], Statement[list[Handle]]]
+        self, rows: Iterable[bytes], copied: Sequence[Mapping[str, Any]]
     ) -> Statement[list[Handle]]:
-        """Enqueue jobs that have nothing special about them. `announce_jobs` must follow."""
-        copy = Copy(self.schema, "live_jobs", lines.COLUMNS, lines.encode_lines(jobs))
+        """Enqueue jobs that have nothing special about them, and which `copied` holds in the end.
+        `announce_jobs` must follow."""
+        copy = Copy(self.schema, "live_jobs", lines.COLUMNS, rows)
         text = f"COPY {self._s}.live_jobs ({', '.join(lines.COLUMNS)}) FROM STDIN (ENCODING 'UTF8')"
-        ids = [job["id"] for job in jobs]
-        return Statement(text, (), lambda _: [Handle(each, True) for each in ids], again, copy=copy)
+        return Statement(text, (), lambda _: [Handle(job["id"], True) for job in copied], copy=copy)
 
     def announce_jobs(self, lanes: str) -> Statement[list[Handle]]:
         """Make the lanes of jobs that were copied, [[queue, job type, priority], …], and wake workers."""

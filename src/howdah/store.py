@@ -39,7 +39,7 @@ from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from howdah.statements import Rows, Statement
 
@@ -113,8 +113,9 @@ class Store:
             raise_translated(error, self._schema)
         return statement.decode(rows)
 
-    def run_all(self, statements: Sequence[Statement[T]]) -> list[T]:
-        """Run statements in one transaction, again from the start if the connection breaks."""
+    def run_all(self, statements: Iterable[Statement[T]]) -> list[T]:
+        """Run statements in one transaction, again from the start if the connection breaks. They may be
+        made as they are asked for."""
         give_up = time.monotonic() + self._timeout
         broken = False
         while True:
@@ -157,7 +158,7 @@ class Store:
     def _attempt(
         self,
         pool: psycopg_pool.ConnectionPool[Any],
-        statements: Sequence[Statement[T]],
+        statements: Iterable[Statement[T]],
         broken: bool,
         give_up: float,
     ) -> list[T]:
@@ -166,18 +167,16 @@ class Store:
             _limited(conn, self._command_timeout),
         ):
             try:
-                if len(statements) == 1:
-                    rows = [_fetch(conn, statements[0], broken)]
+                if isinstance(statements, list) and len(statements) == 1:
+                    rows = [(each, _fetch(conn, each, broken)) for each in statements]
                 else:
                     with conn.transaction():
-                        rows = [_fetch(conn, statement, broken) for statement in statements]
+                        rows = [(each, _fetch(conn, each, broken)) for each in statements]
             except psycopg.Error as error:
                 if is_connection_lost(error):
                     conn.close()
                 raise
-        return [
-            statement.decode(answer) for statement, answer in zip(statements, rows, strict=True)
-        ]
+        return [statement.decode(answer) for statement, answer in rows]
 
     def _ready(self, give_up: float | None = None) -> psycopg_pool.ConnectionPool[Any]:
         if give_up is None:
@@ -317,6 +316,7 @@ def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: boo
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         if statement.copy is not None:
             with cursor.copy(statement.text) as copy:
-                copy.write(statement.copy.lines)
+                for lines in statement.copy.lines:
+                    copy.write(lines)
             return []
         return cursor.execute(statement.text, statement.parameters).fetchall()

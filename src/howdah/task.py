@@ -24,8 +24,9 @@ import msgspec
 from howdah import checks, payload
 from howdah.arguments import Arguments, decode_result
 from howdah.context import Context, _current
-from howdah.errors import InvalidJob, InvalidOption, JobCancelled, JobFailed, ResultTimeout
+from howdah.errors import InvalidOption, JobCancelled, JobFailed, ResultTimeout
 from howdah.model import Handle, Job, NewJob, Seconds, Status
+from howdah.new_jobs import InTurn
 from howdah.watching import Change, Watcher, background
 
 if TYPE_CHECKING:
@@ -206,17 +207,13 @@ class Task(Generic[P, R]):
             case _:
                 raise JobFailed(job)
 
-    def _new_jobs(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[NewJob]:
-        jobs = []
-        for index, call in enumerate(calls):
-            try:
-                if isinstance(call, Mapping):
-                    jobs.append(self._new_job((), call))
-                else:
-                    jobs.append(self._new_job(tuple(call), {}))
-            except InvalidJob as error:
-                raise error.at(index) from None
-        return jobs
+    def _new_jobs(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> InTurn:
+        return InTurn(calls, self._to_job)
+
+    def _to_job(self, call: tuple[Any, ...] | Mapping[str, Any]) -> NewJob:
+        if isinstance(call, Mapping):
+            return self._new_job((), call)
+        return self._new_job(tuple(call), {})
 
     def _job_to_run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
         for option in ("run_at", "delay", "ordering_key", "conn"):
