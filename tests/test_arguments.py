@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -101,3 +101,20 @@ def test_what_fits_is_read_at_once() -> None:
 def test_a_call_that_does_not_fit_is_refused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match=r"plain|argument"):
         Arguments.of(plain, "plain", Context).pack(args, kwargs)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(1, "x"), (2**80, ""), (True, "x"), (1, Colour.RED), ("1", "x"), (1,), (1.0, "x"), (1, None),
+     (-1, "ä\u2028\x00")],
+)  # fmt: skip
+def test_arguments_of_the_exact_types_need_no_other_look(args: tuple[Any, ...]) -> None:
+    quick = Arguments.of(plain, "plain", Context)
+    ends: list[Any] = []
+    for arguments in (quick, replace(quick, exact=None), replace(quick, exact=None, shape=None)):
+        try:
+            ends.append(arguments.pack(args, {}))
+        except InvalidJob as error:
+            ends.append(str(error))
+    assert ends[0] == ends[1] == ends[2]
+    assert quick.exact == [int, str]

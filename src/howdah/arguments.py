@@ -39,6 +39,7 @@ class Arguments:
     names: tuple[str, ...]
     has_defaults: bool
     shape: msgspec.json.Decoder[msgspec.Struct] | None
+    exact: list[Any] | None
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str, context_type: type) -> Arguments:
@@ -68,10 +69,13 @@ class Arguments:
             tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
             any(p.default is not p.empty for p in parameters),
             None if by_position else _shape(parameters, types),
+            None if by_position else _exact(parameters, types),
         )
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The data of a call, or an `InvalidJob` that says what does not fit the signature."""
+        if not kwargs and [*map(type, args)] == self.exact:
+            return dict(zip(self.names, args, strict=True))
         if self.shape is not None and len(args) <= len(self.names):
             data = dict(zip(self.names, args, strict=False), **kwargs)
             try:
@@ -184,6 +188,14 @@ def _shape(
         return msgspec.json.Decoder(shape, dec_hook=_from_json)
     except Exception:  # of some types no union can be made: their arguments are read one by one
         return None
+
+
+def _exact(parameters: Sequence[inspect.Parameter], types: Mapping[str, Any]) -> list[Any] | None:
+    """The types of arguments that JSON holds as they are, if all are: values of these need no other look.
+    Not of floats, of which it does not hold all."""
+    exact = [types.get(parameter.name) for parameter in parameters]
+    by_place = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    return exact if by_place and all(each in (str, int, bool) for each in exact) else None
 
 
 def to_json(value: Any, name: str) -> Any:

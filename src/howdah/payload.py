@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -210,8 +211,7 @@ def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, 
         fields["run_at"] = checks.check_time(job.run_at, "run_at").isoformat()
     if job.delay is not None:
         fields["delay"] = checks.to_seconds(job.delay, "delay")
-    for field, longest in _TEXT_FIELDS:
-        value = getattr(job, field)
+    for (field, longest), value in zip(_TEXT_FIELDS, _texts(job), strict=True):
         if value is not None:
             fields[field] = checks.check_name(value, field, longest)
     return fields
@@ -241,6 +241,7 @@ _TEXT_FIELDS = (
     ("request_id", checks.NAME_LIMIT),
     ("traceparent", checks.NAME_LIMIT),
 )
+_texts = operator.attrgetter(*(field for field, _ in _TEXT_FIELDS))
 
 
 def encode_batch(jobs: Sequence[Any]) -> str:
