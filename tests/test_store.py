@@ -29,8 +29,10 @@ from howdah import (
     JobQueue,
     LeaseLost,
     SchemaMissing,
+    async_store,
 )
-from howdah.async_store import AsyncStore
+from howdah.async_store import AT_HAND, AsyncStore
+from howdah.drivers import POOL_SIZE
 from howdah.embedded import EmbeddedServer
 from howdah.statements import Statement
 from howdah.store import Store, _stores
@@ -135,6 +137,32 @@ def test_a_bulk_enqueue_whose_commit_was_not_answered_is_made_once(
     assert proxy.cuts == 1
     assert all(each.is_new for each in handles)
     assert queue.pending() == len(handles) == 6_000
+
+
+@pytest.mark.parametrize(
+    ("marker", "executed"), [(b"COMMIT", True), (b"COMMIT", False), (b"cut-here", False)]
+)
+async def test_an_awaited_bulk_enqueue_that_was_cut_is_made_once(
+    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue, marker: bytes, executed: bool
+) -> None:
+    jobs = [("bulk", "cut-here" if n == 3_000 else n) for n in range(6_000)]
+    proxy.cut(marker, executed=executed)
+    handles = await acut_queue.enqueue_many(jobs)
+    assert proxy.cuts == 1
+    assert all(each.is_new for each in handles)
+    assert queue.pending() == len(handles) == 6_000
+    assert [job.data for job in queue.claim(batch_size=6_000)] == [data for _, data in jobs]
+
+
+def test_a_bulk_enqueue_that_was_cut_in_the_middle_is_made_once(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
+) -> None:
+    proxy.cut(b"cut-here", executed=False)
+    jobs = [("bulk", "cut-here" if n == 3_000 else n) for n in range(6_000)]
+    handles = cut_queue.enqueue_many(jobs)
+    assert proxy.cuts == 1
+    assert all(each.is_new for each in handles)
+    assert [job.data for job in queue.claim(batch_size=6_000)] == [data for _, data in jobs]
 
 
 @pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
@@ -550,6 +578,64 @@ def test_queues_that_are_dropped_leave_nothing_behind() -> None:
         JobQueue("postgresql://")
     gc.collect()
     assert len(_stores) == before
+
+
+# ── connections at hand ───────────────────────────────────────────────────────────────────────────
+
+
+PID = Statement("SELECT pg_backend_pid()", (), lambda rows: rows[0][0])
+NAP = Statement("SELECT pg_sleep(0.05)", (), lambda _: None)
+
+
+@pytest.fixture
+async def store(database: str) -> AsyncIterator[AsyncStore]:
+    store = AsyncStore(database, "howdah")
+    yield store
+    await store.close()
+
+
+async def test_one_statement_after_the_other_has_the_same_connection(store: AsyncStore) -> None:
+    assert len({await store.run(PID) for _ in range(20)}) == 1
+    assert len(store._at_hand) == 1
+
+
+async def test_a_connection_at_hand_is_kept_from_nobody(store: AsyncStore) -> None:
+    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_SIZE)))
+    assert len(store._at_hand) == AT_HAND
+    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_SIZE)))
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_trusted(
+    store: AsyncStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await store.run(PID)
+    monkeypatch.setattr(async_store, "STALE", 0.0)
+    assert await store.run(PID) != first
+
+
+async def test_a_connection_whose_statement_was_cancelled_is_not_kept(store: AsyncStore) -> None:
+    await store.run(PID)
+    long = asyncio.create_task(store.run(Statement("SELECT pg_sleep(60)", (), lambda _: None)))
+    await asyncio.sleep(0.1)
+    assert not store._at_hand
+    long.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await long
+    assert not store._at_hand
+    assert await store.run(PID)
+
+
+async def test_closing_while_a_statement_is_under_way_leaves_no_connection(
+    store: AsyncStore, connect: Callable[[], psycopg.Connection[Any]]
+) -> None:
+    pid = await store.run(PID)
+    nap = asyncio.create_task(store.run(NAP))
+    await asyncio.sleep(0)
+    await store.close()
+    await nap
+    assert not store._at_hand
+    left = connect().execute("SELECT count(*) FROM pg_stat_activity WHERE pid = %s", [pid])
+    assert left.fetchone() == (0,)
 
 
 def test_a_closed_queue_opens_again(queue: JobQueue) -> None:

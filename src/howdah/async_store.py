@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 COMMAND_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 5.0
+AT_HAND = 2  # a worker has a claim and an acknowledgement under way at once
+STALE = 300.0  # seconds after which something on the way may have forgotten an idle connection
 _POOLED = {"statement_cache_size": 0}
 
 _ASYNC_ERRORS = (
@@ -72,6 +74,8 @@ class AsyncStore:
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._opening: asyncio.Lock | None = None
         self._pool: asyncpg.Pool | None = None
+        self._at_hand: list[tuple[float, Any]] = []
+        self._acquiring = 0
         self._url = ""
         self._where: Where = ("the given pool's server", "(the given pool's)")
         self._schema_seen = False
@@ -133,28 +137,61 @@ class AsyncStore:
     async def _attempt(
         self, pool: asyncpg.Pool, statements: Iterable[Statement[T]], broken: bool, give_up: float
     ) -> list[T]:
-        async with pool.acquire(timeout=seconds_left(give_up, self._patience)) as conn:
-            try:
-                if isinstance(statements, list) and len(statements) == 1 and not self._pooled:
+        conn = await self._acquire(pool, seconds_left(give_up, self._patience))
+        try:
+            if isinstance(statements, list) and len(statements) == 1 and not self._pooled:
+                rows = [(each, await _afetch(conn, each, broken)) for each in statements]
+            else:
+                async with conn.transaction():
                     rows = [(each, await _afetch(conn, each, broken)) for each in statements]
-                else:
-                    async with conn.transaction():
-                        rows = [(each, await _afetch(conn, each, broken)) for each in statements]
-            except _ASYNC_ERRORS as error:
-                # A time-out is an OSError too: who did not answer once is not asked again.
-                if is_connection_lost(error):
-                    conn.terminate()
-                    if is_ours(self._database):
-                        # Nor are its neighbours: each would take its own time to be found out.
-                        await pool.expire_connections()
-                raise
+        except BaseException as error:
+            # A time-out is an OSError too: who did not answer once is not asked again.
+            if isinstance(error, _ASYNC_ERRORS) and is_connection_lost(error):
+                conn.terminate()
+                if is_ours(self._database):
+                    # Nor are its neighbours: each would take its own time to be found out.
+                    await pool.expire_connections()
+                    for _, other in self._at_hand:
+                        other.terminate()
+                    await self._put_down(pool)
+            await pool.release(conn)
+            raise
+        if self._may_keep(pool):
+            self._at_hand.append((time.monotonic(), conn))
+        else:
+            await pool.release(conn)
         return [statement.decode(answer) for statement, answer in rows]
+
+    async def _acquire(self, pool: asyncpg.Pool, timeout: float) -> Any:
+        """A connection, preferably one at hand: the pool's own way takes longer than a short statement."""
+        while self._at_hand:
+            since, conn = self._at_hand.pop()
+            if not conn.is_closed() and time.monotonic() - since < STALE:
+                return conn
+            conn.terminate()
+            await pool.release(conn)
+        self._acquiring += 1
+        try:
+            return await pool.acquire(timeout=timeout)
+        finally:
+            self._acquiring -= 1
+
+    def _may_keep(self, pool: asyncpg.Pool) -> bool:
+        """Whether a connection may stay at hand: nobody waits for one, and the pool is not closing."""
+        free = self._pool is pool is not self._database and not self._acquiring
+        return free and len(self._at_hand) < AT_HAND
+
+    async def _put_down(self, pool: asyncpg.Pool) -> None:
+        """Give the pool back what is at hand."""
+        while self._at_hand:
+            await pool.release(self._at_hand.pop()[1])
 
     async def _ready(self, give_up: float | None = None) -> asyncpg.Pool:
         home = (os.getpid(), asyncio.get_running_loop())
         if self._home != home:
             # Another loop's or process's pool cannot be used here, nor closed from here.
             self._home, self._pool, self._opening = home, None, asyncio.Lock()
+            self._at_hand, self._acquiring = [], 0
         if self._pool is None:
             assert self._opening is not None  # noqa: S101 - set together with _home
             if give_up is None:
@@ -213,6 +250,7 @@ class AsyncStore:
             # A server that no longer answers is not waited for: the pool is then terminated.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT):
+                    await self._put_down(pool)
                     await pool.close()
 
 
