@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -68,6 +68,54 @@ async def test_sixty_four_enqueues_at_once_are_sent_in_at_most_four_inserts(
     jobs = {job.id: job.data for job in await counted.find(limit=100)}
     assert [jobs[each.id] for each in handles] == list(range(64))
     assert all(each.is_new for each in handles)
+
+
+async def test_many_callers_are_served_by_two_statements_at_a_time(
+    aqueue: AsyncJobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way, most, sizes = 0, 0, []
+    send = aqueue._send
+
+    async def watched(jobs: list[dict[str, Any]]) -> list[Handle]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        sizes.append(len(jobs))
+        try:
+            return await send(jobs)
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(aqueue._enqueuer, "_send", watched)
+
+    async def caller(n: int) -> None:
+        for m in range(10):
+            await aqueue.enqueue("a", [n, m])
+
+    await asyncio.gather(*(caller(n) for n in range(64)))
+    assert most == 2
+    assert sum(sizes) == 640
+    assert len(sizes) <= 60  # 32 at a time, and not one by one
+    found = [tuple(job.data) for job in await aqueue.find(limit=1000)]
+    assert sorted(found) == [(n, m) for n in range(64) for m in range(10)]
+
+
+async def test_jobs_under_an_ordering_key_keep_the_order_they_were_asked_for_in(
+    aqueue: AsyncJobQueue,
+) -> None:
+    async def plain() -> None:
+        for _ in range(20):
+            await aqueue.enqueue("plain")
+
+    others = [asyncio.create_task(plain()) for _ in range(40)]
+    ordered = []
+    for n in range(300):
+        ordered.append(asyncio.create_task(aqueue.enqueue("a", n, ordering_key="k")))
+        if n % 7 == 0:
+            await asyncio.sleep(0.001)
+    await asyncio.gather(*ordered, *others)
+    jobs = await aqueue.find(job_type="a", limit=1000)
+    assert [job.data for job in sorted(jobs, key=lambda job: job.seq)] == list(range(300))
 
 
 async def test_a_lone_enqueue_is_sent_at_once(
@@ -159,6 +207,19 @@ async def test_callers_are_cancelled_when_the_sender_is(aqueue: AsyncJobQueue) -
     sender.cancel()
     answers = await asyncio.gather(*tasks, late, return_exceptions=True)
     assert {type(each) for each in answers} == {asyncio.CancelledError}
+    assert (await aqueue.enqueue("a")).is_new
+
+
+async def test_callers_are_cancelled_when_a_sender_is_before_it_began(
+    aqueue: AsyncJobQueue,
+) -> None:
+    await aqueue.pending()
+    task = asyncio.create_task(aqueue.enqueue("a"))
+    await asyncio.sleep(0)
+    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueuer"]
+    sender.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert (await aqueue.enqueue("a")).is_new
 
 

@@ -13,7 +13,7 @@ from howdah.async_store import AsyncStore
 from howdah.drivers import TIMEOUT
 from howdah.enqueuer import Enqueuer
 from howdah.errors import HowdahError, InvalidJob
-from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
+from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
 from howdah.operations import MAINTENANCE_PERIOD, Operations
 from howdah.queue import JobQueue, blame, report_duties
 
@@ -88,9 +88,12 @@ class AsyncJobQueue:
             max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
             request_id=request_id, traceparent=traceparent, keep=keep,
         )  # fmt: skip
+        return await self._enqueue(job, conn)
+
+    async def _enqueue(self, job: NewJob, conn: Any) -> Handle:
         encoded = self._do.encode(job)
         # A key may have to wait for another caller's transaction: that is no neighbour to share with.
-        if conn is None and idempotency_key is None:
+        if conn is None and job.idempotency_key is None:
             return await self._enqueuer.enqueue(encoded)
         (statement,) = self._do.enqueue([encoded])
         return (await self._store.run(statement, conn))[0]

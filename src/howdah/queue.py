@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Never
 from howdah import payload
 from howdah.drivers import TIMEOUT, refused_id
 from howdah.errors import HowdahError, InvalidJob, PayloadTooLarge
-from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
+from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
 from howdah.operations import MAINTENANCE_PERIOD, Operations
 from howdah.store import Store
 
@@ -90,6 +90,9 @@ class JobQueue:
             max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
             request_id=request_id, traceparent=traceparent, keep=keep,
         )  # fmt: skip
+        return self._enqueue(job, conn)
+
+    def _enqueue(self, job: NewJob, conn: Any) -> Handle:
         (statement,) = self._do.enqueue([self._do.encode(job)])
         return self._store.run(statement, conn)[0]
 

@@ -155,19 +155,13 @@ class Task(Generic[P, R]):
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
         """Enqueue a call. The arguments are checked against the signature now."""
         job = self._new_job(args, kwargs)
-        handle = self.app.queue.enqueue(
-            **{name: getattr(job, name) for name in NewJob.__struct_fields__},
-            conn=self._call.get("conn"),
-        )
+        handle = self.app.queue._enqueue(job, self._call.get("conn"))
         return self.app._handle(handle, self)
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
         """`enqueue`, awaited. Calls that are awaited at the same time are sent together."""
         job = self._new_job(args, kwargs)
-        handle = await self.app.aqueue.enqueue(
-            **{name: getattr(job, name) for name in NewJob.__struct_fields__},
-            conn=self._call.get("conn"),
-        )
+        handle = await self.app.aqueue._enqueue(job, self._call.get("conn"))
         return self.app._handle(handle, self)
 
     def enqueue_many(

@@ -241,6 +241,9 @@ class MemoryQueue:
     ) -> Handle:
         """Add a job, and run it."""
         job = {"job_type": job_type, "data": {} if data is None else data, **options}
+        return self._enqueue(job)
+
+    def _enqueue(self, job: NewJobLike, conn: Any = None) -> Handle:
         return self.enqueue_many([job])[0]
 
     def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
@@ -329,6 +332,9 @@ class AsyncMemoryQueue:
     ) -> Handle:
         """Add a job, and run it."""
         job = {"job_type": job_type, "data": {} if data is None else data, **options}
+        return await self._enqueue(job)
+
+    async def _enqueue(self, job: NewJobLike, conn: Any = None) -> Handle:
         return (await self.enqueue_many([job]))[0]
 
     async def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
