@@ -100,7 +100,7 @@ async def test_a_worker_falls_back_to_polling_behind_a_pooler(pooled: str) -> No
     running = asyncio.create_task(worker.run())
     await worker.ready.wait()
     handles = [await double.aenqueue(n) for n in range(20)]
-    assert [await handle.aresult(30) for handle in handles] == [2 * n for n in range(20)]
+    assert [await handle.aresult(120) for handle in handles] == [2 * n for n in range(20)]
     worker.stop()
     await running
     await app.aclose()
