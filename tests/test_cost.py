@@ -102,7 +102,7 @@ async def test_a_worker_needs_few_statements_and_one_round_trip_for_each(
     before = proxy.round_trips
     running = asyncio.create_task(worker.run())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await done.wait()
     finally:
         worker.stop()
