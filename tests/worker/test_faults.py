@@ -52,11 +52,11 @@ class Massacre:
         self.children, self.conn = children, conn
         self.ids: dict[str, list[UUID]] = {point: [] for point in POINTS}
         self._told = False
-        survivor = children.start("--queues", ",".join(POINTS), FAULT_APP_LEASE="1").ready()
+        survivor = children.start("--queues", ",".join(POINTS), FAULT_APP_LEASE="2").ready()
         self.victims = {
             point: children.start(
                 "--queues", point, "--concurrency", "4",
-                FAULT_APP_LEASE="1", HOWDAH_FAULT=f"{point}:kill:{WHEN.get(point, 1)}",
+                FAULT_APP_LEASE="2", HOWDAH_FAULT=f"{point}:kill:{WHEN.get(point, 1)}",
             )
             for point in POINTS
         }  # fmt: skip

@@ -281,7 +281,7 @@ async def test_a_run_that_lost_its_lease_is_stopped_and_writes_nothing(
 ) -> None:
     ran = tmp_path / "ran"
     handle = await module_app.tasks[f"{executor}:long"].aenqueue(str(ran))
-    async with running_worker(module_app, lease=1.5) as worker:
+    async with running_worker(module_app, lease=3) as worker:
         await eventually(lambda: lines(ran))
         steal(connect(), handle.id)
         await eventually(lambda: lines(ran) == ["ran", "stopped"])

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,17 +120,22 @@ def test_a_second_signal_stops_at_once(
 
 
 def test_leases_and_cancellations_stay_alive_during_the_grace_period(
-    children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
+    children: Children, queue: JobQueue, tmp_path: Path
 ) -> None:
-    worker = children.start("--grace", "60", FAULT_APP_LEASE="1").ready()
-    slow = queue.enqueue("nap", {"seconds": 3})
+    worker = children.start("--grace", "3600", FAULT_APP_LEASE="2").ready()
+    gate = tmp_path / "gate"
+    slow = queue.enqueue("gated", {"gate": str(gate)})
     endless = queue.enqueue("nap", {"seconds": 3600})
     started(children, 2)
     worker.send(signal.SIGTERM)
     until(lambda: worker.said("worker stopping"), "it has heard")
-    other = children.start(FAULT_APP_LEASE="1").ready()  # who would take what is left lying about
+    end = queue.get(slow).lease_expires_at
+    assert end is not None
+    other = children.start(FAULT_APP_LEASE="2").ready()  # who would take what is left lying about
     queue.cancel(endless)
     until(lambda: queue.get(endless).status == "cancelled", "it was cancelled")
+    until(lambda: datetime.now(UTC) > end + timedelta(seconds=2), "its lease would have ended")
+    gate.touch()
     until(lambda: queue.get(slow).status.is_final, "the slow one ended")
     assert worker.wait() == 0
     job = queue.get(slow)
