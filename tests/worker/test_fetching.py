@@ -17,7 +17,7 @@ from waiting import eventually
 
 from children import Children, all_ended, until
 from howdah import Context, NewJob
-from howdah.worker import fetcher
+from howdah.worker import fetcher, runner
 from howdah.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
@@ -361,7 +361,10 @@ async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do
     conn: psycopg.Connection[Any],
     connect: Callable[..., psycopg.Connection[Any]],
     queue: JobQueue,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Who waits is looked for, and does not give up before it is seen.
+    monkeypatch.setattr(runner, "STATEMENT_TIMEOUT", 3600.0)
     ran = asyncio.Event()
 
     @app.task

@@ -7,7 +7,6 @@ import signal
 import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +16,7 @@ from howdah.listener import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import psycopg
 
@@ -39,16 +39,6 @@ def stop(worker: Child) -> None:
     """Stop a worker with SIGTERM; it ends well. The jobs and grace periods here outlast this wait."""
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0, worker.log.read_text()
-
-
-def is_pending(worker: Child, number: signal.Signals) -> bool:
-    """Whether a signal has been sent that the worker has not yet taken notice of."""
-    status = Path(f"/proc/{worker.pid}/status").read_text()
-    return any(
-        int(line.split()[1], 16) >> (number - 1) & 1
-        for line in status.splitlines()
-        if line.startswith(("SigPnd:", "ShdPnd:"))
-    )
 
 
 def started(children: Children, count: int) -> None:
@@ -162,10 +152,10 @@ def test_a_second_signal_also_stops_a_worker_whose_event_loop_is_blocked(
     queue.enqueue("block", {"seconds": 3600})
     started(children, 1)
     worker.send(signal.SIGTERM)
-    until(lambda: not is_pending(worker, signal.SIGTERM), "it has heard the first")
     time.sleep(0.3)
     assert worker.process.poll() is None
-    worker.send(signal.SIGTERM)
+    # Two that are equal would be one to a process that has not found the time for the first.
+    worker.send(signal.SIGINT)
     assert worker.wait() == 1
 
 
