@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import psycopg
 
 HERE = Path(__file__).parent / "worker"
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:

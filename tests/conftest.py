@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import signal
@@ -19,6 +20,13 @@ from howdah.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+with contextlib.suppress(ModuleNotFoundError):  # who follows the README has no Hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes is the machine's business.
+    settings.register_profile("howdah", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("howdah")
 
 SETTINGS = {
     "fsync": "off",  # the machine under the tests does not crash; processes do, and that needs no fsync

@@ -297,7 +297,8 @@ values = st.recursive(
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(batch=st.lists(values, min_size=1, max_size=40))
 def test_what_goes_in_comes_out_equal(queue: JobQueue, batch: list[Any]) -> None:
@@ -421,7 +422,7 @@ everything = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(value=everything)
 def test_cleaning_never_raises(value: Any) -> None:
     text = bounds.clean_json(value)
@@ -430,7 +431,7 @@ def test_cleaning_never_raises(value: Any) -> None:
     assert len(text.encode()) <= bounds.RESULT_LIMIT
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(st.characters()), limit=st.integers(1, 40))
 def test_cleaned_text_is_short_enough_and_storable(text: str, limit: int) -> None:
     cleaned = bounds.clean_text(text, limit)

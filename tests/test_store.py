@@ -32,7 +32,7 @@ from howdah import (
     async_store,
 )
 from howdah.async_store import AT_HAND, AsyncStore
-from howdah.drivers import POOL_SIZE
+from howdah.drivers import POOL_SIZE, TIMEOUT
 from howdah.embedded import EmbeddedServer
 from howdah.statements import Statement
 from howdah.store import Store, _stores
@@ -259,7 +259,7 @@ def own_server() -> Iterator[EmbeddedServer]:
 
 
 def test_work_goes_on_after_a_restart_of_the_server(own_server: EmbeddedServer) -> None:
-    queue = JobQueue(own_server.url, schema="restart")
+    queue = JobQueue(own_server.url, schema="restart", timeout=FOR_EVER)
     queue.enqueue("a")
     own_server.stop("fast")
     own_server.start()
@@ -268,7 +268,7 @@ def test_work_goes_on_after_a_restart_of_the_server(own_server: EmbeddedServer) 
     with ThreadPoolExecutor(1) as thread:  # a call that begins while nobody is there to answer
         waiting = thread.submit(queue.enqueue, "a")
         own_server.start()
-        assert waiting.result(10).is_new
+        assert waiting.result().is_new
     assert queue.pending() == 3
     queue.close()
 
@@ -276,7 +276,7 @@ def test_work_goes_on_after_a_restart_of_the_server(own_server: EmbeddedServer) 
 async def test_awaited_work_goes_on_after_a_restart_of_the_server(
     own_server: EmbeddedServer,
 ) -> None:
-    queue = AsyncJobQueue(own_server.url, schema="restart_async")
+    queue = AsyncJobQueue(own_server.url, schema="restart_async", timeout=FOR_EVER)
     await queue.enqueue("a")
     own_server.stop("fast")
     waiting = asyncio.create_task(queue.enqueue("a"))
@@ -287,8 +287,9 @@ async def test_awaited_work_goes_on_after_a_restart_of_the_server(
 
 
 def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: EmbeddedServer) -> None:
-    queue = JobQueue(own_server.url, schema="away", timeout=0.3)
+    queue = JobQueue(own_server.url, schema="away")
     queue.enqueue("a")
+    queue._store._timeout = 0.3  # the first call took its time
     own_server.stop("fast")
     began = time.monotonic()
     try:
@@ -296,15 +297,14 @@ def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: Embed
             DatabaseUnreachable, match=r"^cannot reach database \"howdah\" at /tmp/"
         ):
             queue.enqueue("a")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < TIMEOUT
     finally:
         own_server.start()
         queue.close()
 
 
 async def test_a_statement_that_is_not_answered_in_time_is_given_up(database: str) -> None:
-    sleep = Statement("SELECT pg_sleep(30)::text", (), len)
-    began = time.monotonic()
+    sleep = Statement("SELECT pg_sleep(3600)::text", (), len)
     store = Store(database, "howdah", timeout=0.2, command_timeout=0.2)
     with pytest.raises(DatabaseUnreachable):
         await asyncio.to_thread(store.run, sleep)
@@ -313,12 +313,12 @@ async def test_a_statement_that_is_not_answered_in_time_is_given_up(database: st
     with pytest.raises(DatabaseUnreachable, match="no answer in time"):
         await astore.run(sleep)
     await astore.close()
-    assert time.monotonic() - began < 5
 
 
 # ── a server that cannot be reached ───────────────────────────────────────────────────────────────
 
 SECRET = "s3cr3t-w0rd"
+FOR_EVER = 3600.0  # what is told at once is told although there is so much time
 NOBODY = f"postgresql://alice:{SECRET}@127.0.0.1:1/shop"
 
 
@@ -343,7 +343,7 @@ def test_an_unreachable_database_is_named_without_its_password(
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable) as caught:
         queue.enqueue("a")
-    assert 0.2 < time.monotonic() - began < 2
+    assert 0.2 < time.monotonic() - began < TIMEOUT
     assert_unreachable(caught.value, caplog)
     assert SECRET not in repr(queue)
 
@@ -357,19 +357,19 @@ async def test_an_unreachable_database_is_named_without_its_password_when_awaite
     answers = await asyncio.gather(
         *(queue.enqueue("a") for _ in range(8)), queue.pending(), return_exceptions=True
     )
-    assert 0.2 < time.monotonic() - began < 2
+    assert 0.2 < time.monotonic() - began < TIMEOUT
     for answer in answers:
         assert isinstance(answer, DatabaseUnreachable)
         assert_unreachable(answer, caplog)
 
 
 def test_threads_do_not_wait_for_each_others_time_limits() -> None:
-    queue = JobQueue(NOBODY, timeout=0.4)
+    queue = JobQueue(NOBODY, timeout=1)
     began = time.monotonic()
-    with ThreadPoolExecutor(8) as threads:
-        calls = [threads.submit(queue.pending) for _ in range(8)]
+    with ThreadPoolExecutor(16) as threads:
+        calls = [threads.submit(queue.pending) for _ in range(16)]
         assert {type(call.exception()) for call in calls} == {DatabaseUnreachable}
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 16 / 2  # one after the other would take twice as long
 
 
 @pytest.fixture
@@ -383,10 +383,11 @@ async def test_a_server_that_takes_connections_and_says_nothing_is_unreachable(s
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match="no answer in time"):
         await AsyncJobQueue(silent, timeout=0.2).pending()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < TIMEOUT
+    began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match="connection timeout expired"):
         await asyncio.to_thread(JobQueue(silent, timeout=0.2).pending)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -406,12 +407,10 @@ def test_a_wrong_password_or_name_fails_at_once(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     url = own_server.url.replace("howdah@/howdah", f"{user}@/{database}")
-    began = time.monotonic()
     with pytest.raises(DatabaseUnreachable) as sync:
-        JobQueue(url).pending()
+        JobQueue(url, timeout=FOR_EVER).pending()
     with pytest.raises(DatabaseUnreachable) as awaited:
-        asyncio.run(AsyncJobQueue(url).pending())
-    assert time.monotonic() - began < 3
+        asyncio.run(AsyncJobQueue(url, timeout=FOR_EVER).pending())
     for caught in (sync.value, awaited.value):
         assert reason in caught.reason
         assert caught.database == database
@@ -505,14 +504,12 @@ async def test_an_async_queue_runs_on_the_callers_own_pool(empty_database: str) 
 
 
 async def test_a_closed_pool_of_the_callers_is_told_at_once(database: str) -> None:
-    began = time.monotonic()
     pool = psycopg_pool.ConnectionPool(database, open=False)
     with pytest.raises(DatabaseUnreachable, match="is not open yet"):
-        JobQueue(pool).pending()
+        JobQueue(pool, timeout=FOR_EVER).pending()
     apool = asyncpg.create_pool(database, min_size=0)
     with pytest.raises(DatabaseUnreachable, match="pool is not initialized"):
-        await AsyncJobQueue(apool).pending()
-    assert time.monotonic() - began < 2
+        await AsyncJobQueue(apool, timeout=FOR_EVER).pending()
 
 
 def test_a_pool_of_the_callers_that_cannot_connect_is_named_without_its_password() -> None:

@@ -20,11 +20,21 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def shop(server: EmbeddedServer, template: str) -> Shop:
-    """A database with a bit of everything, which tests only look at."""
+def filled_shop(server: EmbeddedServer, template: str) -> Shop:
     with psycopg.connect(server.url, autocommit=True) as conn:
         conn.execute(f"CREATE DATABASE shop TEMPLATE {template}".encode())
     return fill(server.url.replace("/howdah?", "/shop?"))
+
+
+@pytest.fixture
+def shop(filled_shop: Shop) -> Shop:
+    """A database with a bit of everything, which tests only look at, and where work was done just now."""
+    with psycopg.connect(filled_shop.url, autocommit=True) as conn:
+        conn.execute(
+            "UPDATE howdah.throughput "
+            "SET bucket = date_bin('10 seconds', clock_timestamp(), timestamptz '2000-01-01')"
+        )
+    return filled_shop
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +94,7 @@ def piped() -> Callable[..., subprocess.CompletedProcess[str]]:
         environment = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}
         return subprocess.run(
             [*HOWDAH, *map(str, arguments)], env=environment | variables, capture_output=True,
-            text=True, timeout=60, check=False,
+            text=True, timeout=120, check=False,
         )  # fmt: skip
 
     return run
@@ -97,7 +107,7 @@ def _doing(work: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.join(30)
+        thread.join(120)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ class Terminal:
         """What appeared, without colours and movements."""
         return ESCAPES.sub("", self.raw).replace("\r\n", "\n").replace("\r", "\n")
 
-    def read(self, until: str | None = None, *, times: int = 1, timeout: float = 60) -> str:
+    def read(self, until: str | None = None, *, times: int = 1, timeout: float = 120) -> str:
         """Read until a text appeared so many times, or to the end."""
         deadline = time.monotonic() + timeout
         while until is None or self.text.count(until) < times:
@@ -162,7 +162,7 @@ class Terminal:
     def wait(self) -> int:
         """Read to the end; the exit code."""
         self.read()
-        return self.process.wait(30)
+        return self.process.wait(120)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -33,7 +33,7 @@ def schemas(url: str) -> list[str]:
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (found := condition()):
         assert time.monotonic() < deadline, what
         time.sleep(0.05)

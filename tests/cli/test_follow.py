@@ -57,7 +57,7 @@ def work(database: str, *, fail: bool = False, steps: int = 2) -> Callable[[], N
 
     def run() -> None:
         queue = JobQueue(database, worker_id="worker-7")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while (job := queue.claim_one(queues=["default", "mail"])) is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import pty
+import random
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -42,15 +43,20 @@ def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[
     return connect()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """The first of so many free ports in a row, below those that the system gives to anybody else."""
+    for port in random.sample(range(10_000, 30_000), 100):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for n in range(count):
+                probes.enter_context(socket.create_server(("127.0.0.1", port + n)))
+            return port
+    raise AssertionError("no port is free")
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
     """The status and body of a health page; 0 while nobody listens."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -71,16 +77,14 @@ def test_it_runs_so_many_jobs_at_once_of_the_queues_it_is_told(
             * (6 if name == "mail" else 2)
         )
     worker = children.start("--concurrency", "3", "--queues", "mail, reports")
-    most = 0
 
     def is_done() -> bool:
-        nonlocal most
-        most = max(most, len(children.ledger("start")) - len(children.ledger("effect")))
         left = conn.execute("SELECT DISTINCT queue FROM howdah.live_jobs").fetchall()
         return left == [("other",)]
 
     until(is_done, "the jobs of its queues ended")
-    assert most == 3
+    steps = (1 if e["kind"] == "start" else -1 for e in children.ledger("start", "effect"))
+    assert max(accumulate(steps)) == 3
     (started,) = worker.said("worker started")
     assert started["queues"] == ["mail", "reports"]
     worker.send(signal.SIGTERM)
@@ -93,11 +97,12 @@ def test_it_runs_so_many_jobs_at_once_of_the_queues_it_is_told(
 def test_several_processes_are_kept_running_and_stopped_together(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
-    port = free_port()
+    port = free_port(2)
     supervisor = children.start("--processes", "2", "--health-port", str(port)).ready(2)
     first = offspring(supervisor.pid)
     assert len(first) == 2
-    assert {ask(port, "/ready")[0], ask(port + 1, "/ready")[0]} == {200}
+    for each in (port, port + 1):
+        until(lambda p=each: ask(p, "/ready")[0] == 200, "it is ready")
     os.kill(first[0], signal.SIGKILL)
     supervisor.ready(3)
     (death,) = supervisor.said("a worker process ended and is started again")
@@ -105,8 +110,12 @@ def test_several_processes_are_kept_running_and_stopped_together(
     processes = offspring(supervisor.pid)
     assert len(processes) == 2
     assert first[1] in processes
-    queue.enqueue_many([{"job_type": "nap", "data": {"seconds": 0.2}}] * 100)
-    until(lambda: {e["pid"] for e in children.ledger("start")} == {*processes}, "both work")
+
+    def both_work() -> bool:
+        queue.enqueue_many([{"job_type": "nap", "data": {"seconds": 0.2}}] * 50)
+        return {e["pid"] for e in children.ledger("start")} == {*processes}
+
+    until(both_work, "both work")
     supervisor.send(signal.SIGTERM)
     assert supervisor.wait() == 0
     assert not any(map(is_alive, processes))
@@ -227,7 +236,7 @@ def run_in_terminal(children: Children, **environment: str) -> str:
                 if not told and b"worker started" in text:
                     told = True
                     process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     finally:
         os.close(ours)
         process.kill()
@@ -357,10 +366,8 @@ def test_a_health_port_that_is_taken_is_one_sentence(children: Children) -> None
 
 def test_a_database_that_turns_it_away_is_one_sentence(children: Children) -> None:
     children.database = children.database.replace("/test_", "/nowhere_")
-    began = time.monotonic()
-    child = run(children, "fault_app:app")
+    child = run(children, "fault_app:app")  # one that waited for it would do so for ever
     assert child.wait() == 4
     assert child.log.read_text().startswith('Error: cannot reach database "nowhere_')
     assert "does not exist" in child.log.read_text()
     assert child.log.read_text().count("\n") == 1
-    assert time.monotonic() - began < 30

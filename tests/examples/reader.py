@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from blocks import Block
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 _WORKER = re.compile(r"\$ (\w+=\S+ )*howdah worker ")
 _PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.MULTILINE)
 

@@ -198,7 +198,7 @@ def test_a_producer_wakes_a_worker_that_waits(secured: Secured, producer: JobQue
         worker.execute('LISTEN "howdah:wake"')
         worker.execute("SELECT howdah.register_worker('w', 'h', 1, '{default}', '{mail}')")
         producer.enqueue("mail")
-        heard = list(worker.notifies(timeout=20, stop_after=1))
+        heard = list(worker.notifies(timeout=120, stop_after=1))
     assert [json.loads(each.payload)[0][:2] for each in heard] == [["default", "mail"]]
 
 
@@ -365,7 +365,7 @@ def test_who_may_look_and_enqueue_can_wait_for_a_result(
     assert job is not None
     worker.complete(job, 42)
     worker.close()
-    assert handle.result(timeout=30) == 42
+    assert handle.result(timeout=120) == 42
     app.close()
 
 

@@ -98,7 +98,7 @@ class Agent:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, f"{script}: {done.stdout}{done.stderr}"
@@ -109,7 +109,7 @@ class Agent:
         for worker in self._workers:
             worker.terminate()
         for worker in self._workers:
-            assert worker.wait(30) == 0, "a worker did not stop gracefully"
+            assert worker.wait(120) == 0, "a worker did not stop gracefully"
         if self._python is not None:
             with self._python as python:
                 assert python.stdin

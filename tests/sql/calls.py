@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 
 class Fences(NamedTuple):
@@ -136,6 +136,20 @@ def maintain(conn: psycopg.Connection[Any], *duties: str) -> None:
     ran = rows(conn, "SELECT * FROM howdah.run_maintenance()")
     assert [row for row in ran if row.error is not None] == []
     assert set(duties) <= {row.duty for row in ran}
+
+
+class Waits:
+    """Counts how often a connection's statements wait for somebody's lock: the server says so itself."""
+
+    def __init__(self, conn: psycopg.Connection[Any]) -> None:
+        self.count = 0
+        conn.add_notice_handler(self._hear)
+        conn.execute("SET log_lock_waits = on")
+        conn.execute("SET deadlock_timeout = '1ms'")  # after that long it is told
+        conn.execute("SET client_min_messages = log")
+
+    def _hear(self, notice: psycopg.errors.Diagnostic) -> None:
+        self.count += " still waiting for " in (notice.message_primary or "")
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from calls import (
+    Waits,
     claim,
     complete,
     enqueue,
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     Connect = Callable[..., psycopg.Connection[Any]]
     Connection = psycopg.Connection[Any]
 
-# What a handler holds is waited for one second at the most; nothing else is waited for at all.
-PATIENCE = 1.0
-MARGIN = 1.5
-# The transactions stay open until the test ends: a busy machine is slow, a wait would be for ever.
-AT_ONCE = 3.0
+# The transactions stay open until the test ends: who waits for them without a limit meets this one.
+FOR_EVER = "60s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +39,7 @@ class Crowd:
     """Claimed jobs, of which one is busy in its handler's open transaction, and a worker's connection."""
 
     worker: Connection
+    waits: Waits
     claimed: list[Any]
     busy: Any
     handler: Connection
@@ -58,7 +56,7 @@ def work(job_type: str = "a", key: str | None = None, **more: Any) -> dict[str, 
 @pytest.fixture
 def crowd(connect: Connect) -> Crowd:
     worker = connect()
-    worker.execute("SET statement_timeout = '10s'")
+    worker.execute(f"SET statement_timeout = '{FOR_EVER}'")
     jobs = [
         work("a"),
         work("b", "k1"),
@@ -84,13 +82,12 @@ def crowd(connect: Connect) -> Crowd:
     reader.isolation_level = IsolationLevel.REPEATABLE_READ
     reader.execute("SELECT * FROM howdah.jobs").fetchall()
     reader.execute("SELECT * FROM howdah.lanes, howdah.unsettled").fetchall()
-    return Crowd(worker, claimed, busy, handler)
+    return Crowd(worker, Waits(worker), claimed, busy, handler)
 
 
 def test_a_claim_takes_the_other_jobs_of_the_same_lanes(crowd: Crowd) -> None:
-    began = time.monotonic()
     jobs = claim(crowd.worker)
-    assert time.monotonic() - began < AT_ONCE
+    assert crowd.waits.count == 0
     assert sorted((job.job_type, job.ordering_key) for job in jobs) == [("a", None), ("b", None)]
 
 
@@ -107,9 +104,8 @@ ACKNOWLEDGEMENTS = {
 
 @pytest.mark.parametrize("name", ACKNOWLEDGEMENTS)
 def test_an_acknowledgement_accepts_the_neighbours_of_a_busy_job(crowd: Crowd, name: str) -> None:
-    began = time.monotonic()
     accepted = rows(crowd.worker, ACKNOWLEDGEMENTS[name], *fences(crowd.claimed))
-    assert time.monotonic() - began < PATIENCE + MARGIN
+    assert crowd.waits.count == 1  # for the busy job, and not for long
     assert {row[0] for row in accepted} == crowd.neighbours
 
 
@@ -118,9 +114,8 @@ def test_an_acknowledgement_without_the_busy_job_does_not_wait_at_all(
     crowd: Crowd, name: str
 ) -> None:
     mine = [job for job in crowd.claimed if job.id != crowd.busy.id]
-    began = time.monotonic()
     accepted = rows(crowd.worker, ACKNOWLEDGEMENTS[name], *fences(mine))
-    assert time.monotonic() - began < 0.9 * PATIENCE
+    assert crowd.waits.count == 0
     assert {row[0] for row in accepted} == crowd.neighbours
 
 
@@ -133,17 +128,15 @@ REPORTS = {
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_heartbeat_skips_a_busy_job_and_says_that_it_is_not_lost(crowd: Crowd, name: str) -> None:
-    began = time.monotonic()
     answers = rows(crowd.worker, REPORTS[name], *fences(crowd.claimed))
-    assert time.monotonic() - began < AT_ONCE
+    assert crowd.waits.count == 0
     assert {row.id for row in answers if row.written} == crowd.neighbours
     assert all(row.mine for row in answers)
 
 
 def test_recovery_takes_what_nobody_has_locked(crowd: Crowd) -> None:
-    began = time.monotonic()
     found = value(crowd.worker, "SELECT howdah.recover_stale_jobs(interval '0')")
-    assert time.monotonic() - began < AT_ONCE
+    assert crowd.waits.count == 0
     assert found == len(crowd.neighbours)
 
 
@@ -154,9 +147,8 @@ def test_upkeep_does_not_wait(crowd: Crowd, call: str) -> None:
         "INSERT INTO howdah.unsettled (ordering_key) VALUES ('k1'), ('k2'), ('k3')"
     )
     crowd.worker.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
-    began = time.monotonic()
     crowd.worker.execute(f"SELECT * FROM howdah.{call}".encode())
-    assert time.monotonic() - began < AT_ONCE
+    assert crowd.waits.count == 0
     assert rows(crowd.worker, "SELECT * FROM howdah.maintenance WHERE last_error IS NOT NULL") == []
 
 

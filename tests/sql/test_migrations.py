@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -234,9 +233,8 @@ def test_a_migration_that_meets_a_lock_lets_others_pass_and_tries_again(
         )
         pid = migrating.info.backend_pid
         (first,) = wait_until(lambda: rows(version_1, waiting, pid), "the migration waits")[0]
-        began = time.monotonic()
+        # The holder stays: who queued up behind a migration that waits for it would wait for ever.
         assert len(claim_as_version_1(version_1, 1)) == 1
-        assert time.monotonic() - began < 0.3 + 0.5
         wait_until(
             lambda: [row for row in rows(version_1, waiting, pid) if row.xact_start > first],
             "the migration tries again",

@@ -184,7 +184,7 @@ class Stress:
         self.steps = 0
         self.produced = threading.Event()
         self.finished = threading.Event()
-        self.give_up = time.monotonic() + 40
+        self.give_up = time.monotonic() + 200
 
     def produce(self, key: str) -> None:
         conn, lot = self.connect(autocommit=False), random.Random(key)

@@ -22,7 +22,7 @@ def test_the_tests_in_the_guide_pass(tmp_path: Path, empty_database: str) -> Non
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert run.returncode == 0, run.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -60,7 +59,7 @@ def ship(parcel: Parcel, on: date) -> Parcel:
     return parcel
 
 
-@app.task(max_attempts=3)
+@app.task(max_attempts=3, retry=Retry.fixed(3600))
 def fragile(works_at: int, ctx: Context) -> int:
     if ctx.attempt < works_at:
         raise ValueError(f"attempt {ctx.attempt} broke")
@@ -246,14 +245,12 @@ def test_a_result_that_cannot_be_stored_fails_the_job() -> None:
 
 
 def test_retries_follow_max_attempts_without_waiting() -> None:
-    began = time.monotonic()
     with inline(app) as log:
         assert fragile.enqueue(3).result() == 3
         assert [event.data["error"] for event in log.events(log.jobs[0])] == [
             "ValueError: attempt 1 broke",
             "ValueError: attempt 2 broke",
         ]
-    assert time.monotonic() - began < 1
 
 
 def test_a_job_that_fails_for_good_makes_result_raise() -> None:

@@ -140,7 +140,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     with (project / "test_shop.py").open("a") as tests:
         tests.write("    os.kill(os.getpid(), 2)\n    time.sleep(60)\n")
     run = pytest_in(project, "--durations=0", "--durations-min=0.0001")
-    output, _ = run.communicate(timeout=120)
+    output, _ = run.communicate(timeout=240)
     assert run.returncode == pytest.ExitCode.INTERRUPTED, output
     assert "9 passed" in output
     return Session(project, output)
@@ -150,7 +150,8 @@ def test_each_test_has_an_empty_queue_in_milliseconds(session: Session) -> None:
     setups = [line for line in session.output.splitlines() if "s setup " in line]
     rounds = [float(line.split("s ")[0]) for line in setups if "works[" in line]
     assert len(rounds) == 5
-    assert sorted(rounds)[2] < 0.05, "the first one started the server"
+    first = max(rounds)  # which started the server
+    assert sorted(rounds)[2] < first / 20, rounds
 
 
 def test_nothing_of_howdah_is_imported_until_a_fixture_is_used(session: Session) -> None:
@@ -168,9 +169,9 @@ def test_the_server_goes_when_pytest_is_killed(tmp_path: Path) -> None:
     with (project / "test_shop.py").open("a") as tests:
         tests.write("    os.kill(os.getpid(), 9)\n")
     run = pytest_in(project)
-    run.communicate(timeout=120)
+    run.communicate(timeout=240)
     assert run.returncode == -9
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 120
     while not is_gone(project):
         assert time.monotonic() < give_up, "the server was left behind"
         time.sleep(0.02)
@@ -201,7 +202,7 @@ def test_workers_of_xdist_have_schemas_of_their_own_in_an_existing_database(
         pytest_in(project, f"--howdah-database-url={empty_database}", PYTEST_XDIST_WORKER="gw1"),
     ]
     for run in runs:
-        output, _ = run.communicate(timeout=120)
+        output, _ = run.communicate(timeout=240)
         assert run.returncode == 0, output
         assert "5 passed" in output
     assert schemas(empty_database) == before

@@ -73,7 +73,7 @@ def running_worker() -> RunWorker:
         worker = Worker(app, **{"concurrency": 4, "processes": 1, "grace": 20} | options)
         running = asyncio.create_task(worker.run())
         ready = asyncio.create_task(worker.ready.wait())
-        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED, timeout=120)
         if not ready.done():
             ready.cancel()
             await running
@@ -81,6 +81,6 @@ def running_worker() -> RunWorker:
             yield worker
         finally:
             worker.stop()
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 120)
 
     return run

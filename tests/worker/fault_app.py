@@ -53,6 +53,15 @@ async def nap(ctx: Context, seconds: float = 0.0) -> None:
     write("effect", ctx.id, ctx.attempt)
 
 
+@app.task(max_attempts=5)
+async def gated(ctx: Context, gate: str) -> None:
+    """Ends once there is a file of this name."""
+    write("start", ctx.id, ctx.attempt)
+    while not os.path.exists(gate):  # noqa: ASYNC110, ASYNC240 - a test opens it, from outside
+        await asyncio.sleep(0.01)
+    write("effect", ctx.id, ctx.attempt)
+
+
 @app.task
 async def noop() -> None:
     pass

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = App()  # has a middleware and a lifespan
 plain = App()  # has none
 
-FOREVER = 60.0
+FOREVER = 300.0
 
 
 def in_each_executor(**options: Any) -> Callable[[Callable[..., Any]], Task[..., Any]]:

@@ -39,7 +39,7 @@ async def test_a_context_says_what_the_run_is(
     task = module_app.tasks[f"{executor}:describes"]
     handle = await task.using(request_id="r-1", idempotency_key=f"k-{executor}").aenqueue()
     async with running_worker(module_app):
-        said = await handle.aresult(30)
+        said = await handle.aresult(120)
     deadline = datetime.fromisoformat(said.pop("deadline"))
     assert timedelta(0) < deadline - datetime.now(UTC) < timedelta(seconds=51)
     assert UUID(said.pop("id")) == handle.id
@@ -157,7 +157,7 @@ async def test_progress_that_is_no_number_is_refused(app: App, running_worker: R
 
     handle = await wrong.aenqueue()
     async with running_worker(app):
-        assert await handle.aresult(30) == "went on"
+        assert await handle.aresult(120) == "went on"
     assert [event.kind for event in await app.aqueue.events(handle)] == ["event"]
 
 
@@ -192,7 +192,7 @@ async def test_a_context_is_injected_wherever_the_annotation_stands(
     async with running_worker(app):
         for task in tasks:
             handle = await task.aenqueue(5)  # type: ignore[call-arg]
-            assert await handle.aresult(30) == [5, 1], task.name
+            assert await handle.aresult(120) == [5, 1], task.name
     # And where they are called like any function: a context that reports to nobody.
     assert first(5) == positional(5) == before_many(5) == [5, 1]  # type: ignore[call-arg]
     assert await keyword(5) == [5, 1]  # type: ignore[call-arg]
@@ -244,9 +244,9 @@ async def test_a_request_id_flows_into_the_jobs_that_a_handler_enqueues(
 ) -> None:
     task = module_app.tasks[f"{executor}:enqueues_another"]
     async with running_worker(module_app):
-        child = await (await task.using(request_id="r-7").aenqueue()).aresult(30)
+        child = await (await task.using(request_id="r-7").aenqueue()).aresult(120)
         assert (await module_app.aqueue.get(child)).request_id == "r-7"
-        child = await (await task.aenqueue()).aresult(30)
+        child = await (await task.aenqueue()).aresult(120)
         assert (await module_app.aqueue.get(child)).request_id is None
 
 
@@ -386,7 +386,7 @@ async def test_events_wait_for_a_database_that_is_away_for_a_moment(
     def reports(ctx: Context) -> None:
         for n in range(3):
             ctx.event("step", {"n": n})
-        going_on.wait(30)
+        going_on.wait(120)
 
     away.set()
     handle = await reports.aenqueue()

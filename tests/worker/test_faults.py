@@ -18,6 +18,7 @@ from howdah.faults import POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
     from uuid import UUID
 
     from howdah.embedded import EmbeddedServer
@@ -51,11 +52,11 @@ class Massacre:
         self.children, self.conn = children, conn
         self.ids: dict[str, list[UUID]] = {point: [] for point in POINTS}
         self._told = False
-        survivor = children.start("--queues", ",".join(POINTS), FAULT_APP_LEASE="1").ready()
+        survivor = children.start("--queues", ",".join(POINTS), FAULT_APP_LEASE="2").ready()
         self.victims = {
             point: children.start(
                 "--queues", point, "--concurrency", "4",
-                FAULT_APP_LEASE="1", HOWDAH_FAULT=f"{point}:kill:{WHEN.get(point, 1)}",
+                FAULT_APP_LEASE="2", HOWDAH_FAULT=f"{point}:kill:{WHEN.get(point, 1)}",
             )
             for point in POINTS
         }  # fmt: skip
@@ -146,7 +147,7 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
     conn.execute("UPDATE howdah.maintenance SET period = '0.5 s' WHERE duty = 'recover'")
     nap = NewJob(job_type="nap", data={"seconds": 0.005}, max_attempts=5)
     killer = NewJob(job_type="killer", max_attempts=2)
-    supervisor = children.start("--processes", "2", "--concurrency", "10", FAULT_APP_LEASE="1")
+    supervisor = children.start("--processes", "2", "--concurrency", "10", FAULT_APP_LEASE="2")
     supervisor.ready(2)
     queue.enqueue_many([*[nap] * 10, killer, *[nap] * 90])
     until(lambda: all_ended(conn), "every job ended")
@@ -168,24 +169,30 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
 
 
 def test_a_worker_that_was_paused_past_its_lease_is_refused_and_says_so(
-    children: Children, queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]]
+    children: Children,
+    queue: JobQueue,
+    connect: Callable[..., psycopg.Connection[Any]],
+    tmp_path: Path,
 ) -> None:
     conn = connect()
-    workers = [children.start("--concurrency", "1", FAULT_APP_LEASE="1") for _ in range(2)]
+    workers = [children.start("--concurrency", "1", FAULT_APP_LEASE="2") for _ in range(2)]
     for worker in workers:
         worker.ready()
-    handle = queue.enqueue("nap", {"seconds": 0.7}, max_attempts=5)
+    gate = tmp_path / "gate"
+    handle = queue.enqueue("gated", {"gate": str(gate)}, max_attempts=5)
     (start,) = until(lambda: children.ledger("start"), "the job started")
     (paused,) = [worker for worker in workers if worker.pid == start["pid"]]
     (other,) = [worker for worker in workers if worker is not paused]
     paused.send(signal.SIGSTOP)
+    until(lambda: len(children.ledger("start")) > 1, "the other worker started the job")
+    gate.touch()
     until(lambda: all_ended(conn), "the other worker completed the job")
     assert queue.get(handle.id).worker_id.split(":")[1] == str(other.pid)
     paused.send(signal.SIGCONT)
     message = "a late acknowledgement was refused: the lease was lost"
     (refusal,) = until(lambda: paused.said(message), "the refusal was logged")
     assert refusal["level"] == "warning"
-    assert (refusal["job_id"], refusal["job_type"]) == (str(handle.id), "nap")
+    assert (refusal["job_id"], refusal["job_type"]) == (str(handle.id), "gated")
     assert children.counted("accepted") == {str(handle.id): 1}
     assert [entry["pid"] for entry in children.ledger("accepted")] == [other.pid]
     assert queue.get(handle.id).attempts <= 2  # one, if it was paused before it said it had started

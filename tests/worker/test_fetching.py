@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import statistics
+import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from waiting import eventually
 
 from children import Children, all_ended, until
 from howdah import Context, NewJob
-from howdah.worker import fetcher
+from howdah.worker import fetcher, runner
 from howdah.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
@@ -43,6 +44,17 @@ def add_nap(app: App) -> None:
     @app.task(max_attempts=5)
     async def nap(seconds: float = 0.0) -> None:
         await asyncio.sleep(seconds)
+
+
+def add_gated(app: App) -> asyncio.Event:
+    """A task that goes on for as long as the event is not set."""
+    gate = asyncio.Event()
+
+    @app.task
+    async def gated() -> None:
+        await gate.wait()
+
+    return gate
 
 
 async def completed(conn: psycopg.Connection[Any], count: int) -> None:
@@ -89,18 +101,18 @@ class Calls:
 
 
 class Disturbance:
-    """How late the machine itself is: a short sleep and a trivial statement, over and over."""
+    """How late the machine itself is: a short sleep and a claim of nothing, over and over."""
 
     def __init__(self) -> None:
-        self.worst = 0.0
+        self.late: list[float] = []
 
     async def measure(self, database: str) -> None:
         async with await psycopg.AsyncConnection.connect(database, autocommit=True) as conn:
             while True:
                 began = time.monotonic()
                 await asyncio.sleep(0.01)
-                await conn.execute("SELECT 1")
-                self.worst = max(self.worst, time.monotonic() - began - 0.01)
+                await conn.execute("SELECT * FROM howdah.claim_job_batch('nobody', '{nothing}')")
+                self.late.append(time.monotonic() - began - 0.01)
 
 
 async def test_a_delayed_job_starts_within_50_ms_of_its_due_time(
@@ -118,8 +130,9 @@ async def test_a_delayed_job_starts_within_50_ms_of_its_due_time(
     late = sorted(float(seconds) for (seconds,) in rows)
     assert late[0] >= 0
     # From timer to handler a job waits for a processor several times, the measurement once or twice.
-    assert late[-1] < 0.05 + 3 * machine.worst, (late, machine.worst)
-    assert statistics.median(late) < 0.05, late
+    assert late[-1] < 0.05 + 3 * max(machine.late), (late, max(machine.late))
+    usual = statistics.median(machine.late)
+    assert statistics.median(late) < 0.05 + 3 * usual, (late, usual)
 
 
 @pytest.mark.usefixtures("hourly")
@@ -169,10 +182,8 @@ async def test_a_job_whose_enqueue_took_long_to_commit_is_found_at_once(
         await asyncio.sleep(1.3)
         conn.execute("UPDATE howdah.lanes SET head_at = clock_timestamp()")
         await asyncio.sleep(0.2)
-        began = time.monotonic()
         slow.commit()
-        await completed(conn, 1)
-        assert time.monotonic() - began < 5
+        await completed(conn, 1)  # nothing else would have it found within the hour
 
 
 # ── how much it takes ─────────────────────────────────────────────────────────────────────────────
@@ -181,11 +192,17 @@ async def test_a_job_whose_enqueue_took_long_to_commit_is_found_at_once(
 async def test_two_workers_share_long_jobs(
     app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
 ) -> None:
-    add_nap(app)
-    async with running_worker(app, concurrency=10), running_worker(app, concurrency=10):
-        await app.aqueue.enqueue_many([NewJob(job_type="nap", data={"seconds": 5})] * 20)
+    gate = add_gated(app)
+    async with (
+        running_worker(app, concurrency=10) as one,
+        running_worker(app, concurrency=10) as other,
+    ):
+        await app.aqueue.enqueue_many([NewJob(job_type="gated")] * 20)
+        for worker in (one, other):
+            await eventually(lambda worker=worker: worker.health()["running"] == 10)
+        gate.set()
         await completed(conn, 20)
-    assert sorted(by_worker(conn).values()) == [10, 10]
+    assert sorted(by_worker(conn, "gated").values()) == [10, 10]
 
 
 async def test_thousands_of_short_jobs_take_few_claims(
@@ -244,22 +261,24 @@ async def test_jobs_of_a_long_type_are_not_claimed_again_and_again_by_a_worker_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     claims, releases = Calls(monkeypatch, "claim"), Calls(monkeypatch, "release_jobs")
-    add_nap(app)
+    gate = add_gated(app)
 
     @app.task
     async def quick() -> None:
         pass
 
-    jobs = [NewJob(job_type="quick")] * 1000 + [NewJob(job_type="nap", data={"seconds": 1.5})] * 30
+    jobs = [NewJob(job_type="quick")] * 1000 + [NewJob(job_type="gated")] * 30
     await app.aqueue.enqueue_many(jobs)
-    async with running_worker(app, concurrency=4, grace=0):
+    async with running_worker(app, concurrency=4) as worker:
         await eventually(lambda: by_worker(conn, "quick").total() == 1000)
+        await eventually(lambda: worker.health()["running"] == 4)
         before = len(claims.sizes)
         await asyncio.sleep(1)
         assert len(claims.sizes) - before < 20
         held = conn.execute("SELECT count(*) FROM howdah.live_jobs WHERE status = 'claimed'")
         assert held.fetchone() == (4,)
         assert releases.sizes == []
+        gate.set()
 
 
 # ── acknowledging ─────────────────────────────────────────────────────────────────────────────────
@@ -337,8 +356,15 @@ async def test_outcomes_wait_for_a_database_in_trouble(
 
 
 async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do(
-    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    connect: Callable[..., psycopg.Connection[Any]],
+    queue: JobQueue,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Who waits is looked for, and does not give up before it is seen.
+    monkeypatch.setattr(runner, "STATEMENT_TIMEOUT", 3600.0)
     ran = asyncio.Event()
 
     @app.task
@@ -352,19 +378,35 @@ async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do
         )
         return rows.fetchone() == (1,)
 
+    durable, enough = connect(), threading.Event()
+
+    def commit_durably() -> None:
+        while not enough.is_set():
+            durable.execute("SELECT pg_logical_emit_message(true, 'probe', '')")
+
+    def is_in_force() -> bool:
+        rows = conn.execute(
+            "SELECT wait_event FROM pg_stat_activity WHERE pid = %s", [durable.info.backend_pid]
+        )
+        return rows.fetchone() == ("SyncRep",)
+
     conn.execute("SET synchronous_commit = local")
     async with running_worker(app):
         await is_idle(conn)
-        await app.aqueue.enqueue("nap", delay=2)
         # A standby that never comes: whoever commits durably waits for it.
         conn.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
         try:
             conn.execute("SELECT pg_reload_conf()")
-            await asyncio.wait_for(ran.wait(), 10)
+            probing = asyncio.create_task(asyncio.to_thread(commit_durably))
+            await eventually(is_in_force)
+            queue.enqueue("nap", conn=conn)
+            await asyncio.wait_for(ran.wait(), 120)
             await eventually(acknowledging, "the acknowledgement waits")
         finally:
+            enough.set()
             conn.execute("ALTER SYSTEM RESET synchronous_standby_names")
             conn.execute("SELECT pg_reload_conf()")
+        await probing
         await completed(conn, 1)
 
 
@@ -385,7 +427,7 @@ async def test_a_worker_of_which_a_part_broke_ends_with_the_error(
     await app.aqueue.enqueue("nap")
     worker = Worker(app, concurrency=2, grace=1)
     with pytest.raises(faults.InjectedFault, match=point):
-        await asyncio.wait_for(worker.run(), 30)
+        await asyncio.wait_for(worker.run(), 120)
     assert conn.execute("SELECT count(*) FROM howdah.workers").fetchone() == (0,)
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("howdah-slot")]
 
@@ -404,10 +446,10 @@ async def test_a_worker_whose_caller_is_cancelled_gives_its_jobs_back(
 
     await app.aqueue.enqueue_many([NewJob(job_type="endless")] * 3)
     running = asyncio.create_task(Worker(app, concurrency=2).run())
-    await asyncio.wait_for(begun.wait(), 30)
+    await asyncio.wait_for(begun.wait(), 120)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, 120)
     jobs = conn.execute("SELECT DISTINCT status, attempts FROM howdah.jobs").fetchall()
     assert jobs == [("pending", 0)]
 

@@ -99,7 +99,7 @@ async def test_a_hook_that_blocks_or_raises_neither_slows_nor_breaks_a_worker(
 
     @app.on_state_change
     def blocks(change: StateChange) -> None:
-        release.wait(30)
+        release.wait(120)
         raise SystemExit("a hook may do anything")
 
     @app.on_state_change
@@ -146,7 +146,7 @@ async def test_a_middleware_surrounds_runs_in_each_executor(
     surround(app)
     task = app.tasks[name]
     async with running_worker(app):
-        well = await (await task.aenqueue(str(tmp_path / "well"))).aresult(30)
+        well = await (await task.aenqueue(str(tmp_path / "well"))).aresult(120)
         torn = await ended(await task.aenqueue(str(tmp_path / "torn"), fail=True))
         kept = await ended(await task.aenqueue(str(tmp_path / "kept"), fail=True, swallow=True))
     assert well == "returned"
@@ -248,7 +248,7 @@ async def test_lifespans_surround_the_workers_life_and_give_resources(
 
     async with running_worker(app):
         for task in (coroutine, thread):
-            assert await (await task.aenqueue()).aresult(30) == {"plain": "p", "async": "a"}
+            assert await (await task.aenqueue()).aresult(120) == {"plain": "p", "async": "a"}
         assert lines(life) == ["plain enters", "async enters"]
     assert lines(life) == ["plain enters", "async enters", "async leaves", "plain leaves"]
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,12 +35,10 @@ def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[
     return connect()
 
 
-def stop(worker: Child) -> float:
-    """Stop a worker with SIGTERM, and give the seconds that it took."""
-    began = time.monotonic()
+def stop(worker: Child) -> None:
+    """Stop a worker with SIGTERM; it ends well. The jobs and grace periods here outlast this wait."""
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0, worker.log.read_text()
-    return time.monotonic() - began
 
 
 def started(children: Children, count: int) -> None:
@@ -59,9 +58,9 @@ def test_a_stop_under_load_loses_nothing_runs_nothing_twice_and_burns_no_attempt
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     queue.enqueue_many([{"job_type": "nap", "data": {"seconds": 0.05}}] * 300)
-    first = children.start("--concurrency", "10", "--grace", "20")
+    first = children.start("--concurrency", "10", "--grace", "3600")
     until(lambda: len(children.ledger("effect")) > 30, "it is well under way")
-    assert stop(first) < 10
+    stop(first)
     # What ran has finished; what was only prefetched went back at once.
     assert len(children.ledger("start")) == len(children.ledger("effect")) < 300
     left = 300 - len(children.ledger("effect"))
@@ -81,10 +80,12 @@ def test_what_outlasts_the_grace_period_is_interrupted_and_given_back(
     kinds = ("nap", "thread_nap", "process_nap", "deaf_nap", "stubborn_nap")
     worker = children.start("--grace", "0.5").ready()
     for kind in kinds:
-        queue.enqueue(kind, {"seconds": 120})
+        queue.enqueue(kind, {"seconds": 3600})
     started(children, len(kinds))
     processes = offspring(worker.pid)
-    assert 0.5 <= stop(worker) < 30
+    began = time.monotonic()
+    stop(worker)
+    assert time.monotonic() - began >= 0.5
     assert unfinished(conn) == {(kind, "pending", 0, 0, None): 1 for kind in kinds}
     assert children.ledger("effect") == []
     (warning,) = worker.said("handlers did not stop")
@@ -98,28 +99,33 @@ def test_a_second_signal_stops_at_once(
     kinds = ("nap", "thread_nap", "deaf_nap", "stubborn_nap")
     worker = children.start("--grace", "3600").ready()
     for kind in kinds:
-        queue.enqueue(kind, {"seconds": 120})
+        queue.enqueue(kind, {"seconds": 3600})
     started(children, len(kinds))
     worker.send(signal.SIGTERM)
     until(lambda: worker.said("worker stopping"), "it has heard the first")
     time.sleep(0.3)
     assert worker.process.poll() is None  # the grace period is honoured
-    assert stop(worker) < 8
+    stop(worker)
     assert unfinished(conn) == {(kind, "pending", 0, 0, None): 1 for kind in kinds}
 
 
 def test_leases_and_cancellations_stay_alive_during_the_grace_period(
-    children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
+    children: Children, queue: JobQueue, tmp_path: Path
 ) -> None:
-    worker = children.start("--grace", "60", FAULT_APP_LEASE="1").ready()
-    slow = queue.enqueue("nap", {"seconds": 3})
+    worker = children.start("--grace", "3600", FAULT_APP_LEASE="2").ready()
+    gate = tmp_path / "gate"
+    slow = queue.enqueue("gated", {"gate": str(gate)})
     endless = queue.enqueue("nap", {"seconds": 3600})
     started(children, 2)
     worker.send(signal.SIGTERM)
     until(lambda: worker.said("worker stopping"), "it has heard")
-    other = children.start(FAULT_APP_LEASE="1").ready()  # who would take what is left lying about
+    end = queue.get(slow).lease_expires_at
+    assert end is not None
+    other = children.start(FAULT_APP_LEASE="2").ready()  # who would take what is left lying about
     queue.cancel(endless)
     until(lambda: queue.get(endless).status == "cancelled", "it was cancelled")
+    until(lambda: datetime.now(UTC) > end + timedelta(seconds=2), "its lease would have ended")
+    gate.touch()
     until(lambda: queue.get(slow).status.is_final, "the slow one ended")
     assert worker.wait() == 0
     job = queue.get(slow)
@@ -136,20 +142,21 @@ def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_database_stops(
     message = "the database does not answer and will be asked again"
     until(lambda: worker.said(message), "it says what it waits for")
     assert 'cannot reach database "nowhere" at 127.0.0.1' in worker.said(message)[0]["error"]
-    assert stop(worker) < 5
+    stop(worker)
 
 
 def test_a_second_signal_also_stops_a_worker_whose_event_loop_is_blocked(
     children: Children, queue: JobQueue
 ) -> None:
     worker = children.start("--grace", "3600", FAULT_APP_LAST_PATIENCE="1").ready()
-    queue.enqueue("block", {"seconds": 120})
+    queue.enqueue("block", {"seconds": 3600})
     started(children, 1)
     worker.send(signal.SIGTERM)
     time.sleep(0.3)
     assert worker.process.poll() is None
-    worker.send(signal.SIGTERM)
-    assert worker.wait(30) == 1
+    # Two that are equal would be one to a process that has not found the time for the first.
+    worker.send(signal.SIGINT)
+    assert worker.wait() == 1
 
 
 async def test_listening_ends_whatever_it_was_about_to_do(database: str) -> None:
@@ -159,4 +166,4 @@ async def test_listening_ends_whatever_it_was_about_to_do(database: str) -> None
         listener.start()
         await asyncio.sleep(n % 20 / 1000)
         stopping = asyncio.create_task(listener.stop())
-        assert (await asyncio.wait([stopping], timeout=10))[0]
+        assert (await asyncio.wait([stopping], timeout=60))[0]

@@ -344,7 +344,7 @@ async def test_arguments_and_results_have_the_annotated_types_again(
         tasks.append(app.task(name=f"echo-{number}")(echo))
     async with running_worker(app):
         for task, (type_, value) in zip(tasks, VALUES, strict=True):
-            result = await (await task.aenqueue(value, task.name)).aresult(30)
+            result = await (await task.aenqueue(value, task.name)).aresult(120)
             assert (result, type(result)) == (value, type(value)), type_
             assert (seen[task.name], type(seen[task.name])) == (value, type(value)), type_
 
@@ -367,7 +367,7 @@ async def test_every_kind_of_parameter_arrives_where_it_belongs(
         await kinds.aenqueue(1, 2, 4, POINT, POINT, d=Decimal("0.5")),
     ]
     async with running_worker(app):
-        results = [await handle.aresult(30) for handle in handles]
+        results = [await handle.aresult(120) for handle in handles]
     assert results == [
         [1, 2, 3, 0, "0.5", "e", []],
         [1, 2, 3, 0, "0.5", "f", ["x", "y"]],
@@ -385,7 +385,7 @@ async def test_an_annotation_that_cannot_be_resolved_spoils_only_its_own_argumen
     assert "an annotation cannot be resolved" in caplog.text
     handle = await half_known.aenqueue("x", NOW)  # type: ignore[call-arg]
     async with running_worker(app):
-        assert await handle.aresult(30) == "x 2026 1"
+        assert await handle.aresult(120) == "x 2026 1"
 
 
 async def test_a_job_from_sql_with_the_wrong_data_fails_at_once(
@@ -426,7 +426,7 @@ async def test_a_stored_result_that_no_longer_fits_is_given_as_it_is(
         return "not a number"  # type: ignore[return-value]
 
     async with running_worker(app):
-        assert await (await lies.aenqueue()).aresult(30) == "not a number"
+        assert await (await lies.aenqueue()).aresult(120) == "not a number"
 
 
 async def test_a_worker_claims_no_type_that_it_does_not_know(
@@ -438,7 +438,7 @@ async def test_a_worker_claims_no_type_that_it_does_not_know(
 
     stranger = await app.aqueue.enqueue("nobody-knows")
     async with running_worker(app):
-        assert await (await known.aenqueue()).aresult(30) == "done"
+        assert await (await known.aenqueue()).aresult(120) == "done"
     job = await app.aqueue.get(stranger)
     assert (job.status, job.claims) == (Status.PENDING, 0)
     with pytest.raises(UnknownTask):
@@ -459,8 +459,8 @@ async def test_two_apps_live_side_by_side_in_one_process(
         return "two"
 
     async with running_worker(one), running_worker(two):
-        assert await (await first.aenqueue()).aresult(30) == "one"
-        assert await (await second.aenqueue()).aresult(30) == "two"
+        assert await (await first.aenqueue()).aresult(120) == "one"
+        assert await (await second.aenqueue()).aresult(120) == "two"
     assert (await one.aqueue.counts())[Status.COMPLETED] == 1
     assert (await two.aqueue.counts())[Status.COMPLETED] == 1
     for app in (one, two):
@@ -482,19 +482,19 @@ def test_an_app_used_before_a_fork_works_in_the_child_and_in_the_parent(database
             asyncio.run(Worker(app, concurrency=2).run())
         if sys.argv[2] == "worker":
             work()
-        assert double.enqueue(1).result(30) == 2
+        assert double.enqueue(1).result(120) == 2
         later = double.using(delay=3600).enqueue(2)
         changes = later.watch()
         next(changes)
         pid = os.fork()
         if pid == 0:
-            assert double.enqueue(3).result(30) == 6
+            assert double.enqueue(3).result(120) == 6
             assert list(double.enqueue(4).watch())[-1].job.result == 8
             os._exit(23)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 23
         assert later.cancel()
         assert list(changes)[-1].status == "cancelled"
-        assert double.enqueue(5).result(30) == 10
+        assert double.enqueue(5).result(120) == 10
         print("both work")
     """
     command = [sys.executable, "-c", textwrap.dedent(code), database]
@@ -502,7 +502,7 @@ def test_an_app_used_before_a_fork_works_in_the_child_and_in_the_parent(database
     with subprocess.Popen([*command, "worker"], env=environment) as worker:
         try:
             done = subprocess.run(
-                [*command, "web"], env=environment, capture_output=True, text=True, timeout=60
+                [*command, "web"], env=environment, capture_output=True, text=True, timeout=240
             )
         finally:
             worker.terminate()

@@ -55,7 +55,7 @@ def stepping(app: App, gate: Gate) -> Any:
         ctx.progress(10, stage="one")
         ctx.event("step", 1)
         gate.began.set()
-        gate.release.wait(30)
+        gate.release.wait(120)
         for n in range(2, 8):
             ctx.event("step", n)
         ctx.progress(90, stage="two")
@@ -102,8 +102,8 @@ async def test_a_watcher_misses_no_event_whenever_it_joins(
         await eventually(gate.began.is_set)
         during = asyncio.create_task(follow(handle))
         gate.release.set()
-        seen.append(await asyncio.wait_for(during, 30))
-        await asyncio.wait_for(before, 30)
+        seen.append(await asyncio.wait_for(during, 120))
+        await asyncio.wait_for(before, 120)
     seen.append(await follow(handle))
     for changes in seen:
         assert steps(changes) == [1, 2, 3, 4, 5, 6, 7]
@@ -120,7 +120,7 @@ async def test_a_watcher_follows_a_job_through_its_retries(
 ) -> None:
     gate.release.set()
     handle = await stepping.aenqueue(fail=True)
-    changes = await asyncio.wait_for(follow(handle), 30)
+    changes = await asyncio.wait_for(follow(handle), 120)
     assert steps(changes) == [1, 2, 3, 4, 5, 6, 7] * 2
     errors = [event for change in changes for event in change.events if event.kind == "error"]
     assert [event.attempt for event in errors] == [1, 2]
@@ -148,7 +148,7 @@ async def test_polling_covers_for_lost_notifications(
     monkeypatch.setattr(watching.Watcher, "_tell", lambda self, payload: None)
     gate.release.set()
     handle = await stepping.aenqueue()
-    assert steps(await asyncio.wait_for(follow(handle), 30)) == [1, 2, 3, 4, 5, 6, 7]
+    assert steps(await asyncio.wait_for(follow(handle), 120)) == [1, 2, 3, 4, 5, 6, 7]
 
 
 async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
@@ -171,7 +171,7 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
         "WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE 'NOTIFY %'"
     )
     gate.release.set()
-    assert steps(await asyncio.wait_for(following, 30)) == [1, 2, 3, 4, 5, 6, 7]
+    assert steps(await asyncio.wait_for(following, 120)) == [1, 2, 3, 4, 5, 6, 7]
 
 
 async def test_a_watcher_that_has_left_is_forgotten(
@@ -206,7 +206,7 @@ async def test_a_plain_thread_can_watch(stepping: Any, gate: Gate, worker: Worke
         for change in handle.watch():
             changes.append(change)
             gate.release.set()
-        return changes, handle.result(30)
+        return changes, handle.result(120)
 
     changes, result = await asyncio.to_thread(watch)
     assert steps(changes) == [1, 2, 3, 4, 5, 6, 7]
@@ -226,7 +226,7 @@ async def test_a_result_that_does_not_come_in_time_leaves_the_job_alone(
     with pytest.raises(TimeoutError):
         await asyncio.to_thread(handle.result, 0.2)
     gate.release.set()
-    assert await handle.aresult(30) == "done"
+    assert await handle.aresult(120) == "done"
     # What is there already is given even to those who do not wait.
     assert await handle.aresult(0) == "done"
     assert await asyncio.to_thread(handle.result, 0) == "done"
@@ -238,15 +238,15 @@ async def test_a_failed_job_raises_what_it_failed_with(
     gate.release.set()
     handle = await stepping.aenqueue(fail=True)
     with pytest.raises(JobFailed, match=r"failed after 2 attempts: OSError: torn") as caught:
-        await handle.aresult(30)
+        await handle.aresult(120)
     assert caught.value.job.id == handle.id
     with pytest.raises(JobFailed):
-        await asyncio.to_thread(handle.result, 30)
+        await asyncio.to_thread(handle.result, 120)
 
 
 async def test_a_waiting_caller_hears_of_a_cancellation(stepping: Any) -> None:
     handle = await stepping.aenqueue()
-    waiting = asyncio.create_task(handle.aresult(30))
+    waiting = asyncio.create_task(handle.aresult(120))
     await asyncio.sleep(0)
     assert await asyncio.to_thread(handle.cancel)
     with pytest.raises(JobCancelled):
@@ -260,7 +260,7 @@ async def test_a_job_that_is_gone_is_not_waited_for(stepping: Any, app: App) -> 
     await handle.acancel()
     await app.aqueue.clear()
     with pytest.raises(JobNotFound):
-        await handle.aresult(30)
+        await handle.aresult(120)
 
 
 async def test_a_handle_can_be_had_from_an_id(stepping: Any, app: App, gate: Gate) -> None:
@@ -279,7 +279,7 @@ async def test_many_waiters_share_one_listening_connection(
     connect: Callable[..., psycopg.Connection[Any]],
 ) -> None:
     handles = await stepping.aenqueue_many([()] * 20)
-    waiting = [asyncio.create_task(handle.aresult(30)) for handle in handles]
+    waiting = [asyncio.create_task(handle.aresult(120)) for handle in handles]
     await eventually(lambda: len(app._watcher()._awaited) == 20)
     listening = connect().execute(
         "SELECT count(*) FROM pg_stat_activity "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from howdah import Job, TaskHandle
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 
 async def eventually(condition: Callable[[], Any], what: str = "") -> Any:

@@ -38,7 +38,7 @@ STEPS = {
 BULK = 1000
 DATA = {"note": "x" * 80}
 WARM_UP = 10
-PATIENCE = 15.0
+PATIENCE = 60.0  # for a process that starts on a busy machine
 STOP_PATIENCE = 5.0
 FRAME = 0.1
 

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 QUICK, FLAKY, LONG = 10_000, 200, 4
 VICTIM_AT = 30  # percent of its job at which a worker is killed
-PATIENCE = float(os.environ.get("HOWDAH_DEMO_PATIENCE", "30"))
+PATIENCE = float(os.environ.get("HOWDAH_DEMO_PATIENCE", "30"))  # with jobs that stand still
+START_PATIENCE = 60.0
 FRAME = 0.1
 
 
@@ -50,6 +51,8 @@ class Story:
     enqueued: int = 0
     killed_pid: int | None = None
     killed_job: str | None = None
+    seen: tuple[int, int] = (0, 0)
+    moved: float = 0.0
     rates: list[tuple[float, int]] = field(default_factory=list)
 
 
@@ -158,7 +161,7 @@ class Demo:
         )  # fmt: skip
 
     def _wait_for(self, workers: dict[int, subprocess.Popen[bytes]]) -> None:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + START_PATIENCE
         while (self._one("SELECT count(*) FROM howdah.workers") or (0,))[0] < len(workers):
             if time.monotonic() > give_up or any(w.poll() is not None for w in workers.values()):
                 raise EmbeddedServerError(
@@ -188,9 +191,14 @@ class Demo:
         )  # fmt: skip
 
     def _is_over(self, story: Story) -> bool:
-        (live,) = self._one("SELECT count(*) FROM howdah.live_jobs") or (0,)
-        seconds = time.monotonic() - story.began
-        return (live == 0 and story.killed_pid is not None) or seconds > PATIENCE
+        live, progress = self._one(
+            "SELECT count(*), coalesce(sum(progress), 0) FROM howdah.live_jobs"
+        ) or (0, 0)
+        # On a slow machine it takes longer; given up are jobs of which nothing is heard any more.
+        if (live, progress) != story.seen:
+            story.seen, story.moved = (live, progress), time.monotonic()
+        stands_still = time.monotonic() - story.moved > PATIENCE
+        return (live == 0 and story.killed_pid is not None) or stands_still
 
     def _one(self, text: str, *parameters: Any) -> tuple[Any, ...] | None:
         return self._conn.execute(text.encode(), parameters or None).fetchone()
