@@ -1,4 +1,4 @@
-"""A worker whose line goes dead, without a word, in the middle of everything."""
+"""Workers whose line goes dead, without a word, in the middle of everything."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from children import Children, until
+from howdah.chaos import ledger
+from howdah.chaos.crew import BARE, Crew
+from howdah.chaos.scenario import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import psycopg
     from wire import Wire
+
+    from howdah import JobQueue
 
 LATEST = "SELECT max(last_run_at) FROM howdah.maintenance WHERE duty IN ('recover', 'settle')"
 WAITING = (
@@ -37,3 +43,28 @@ def test_a_worker_whose_line_went_dead_in_the_middle_of_its_duties_soon_does_the
     until(lambda: conn.execute(LATEST).fetchone() != before, "it did its duties again", 30)
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0
+
+
+def test_a_loop_on_a_bare_queue_whose_line_went_dead_says_so_and_finds_back(
+    wire: Wire, queue: JobQueue, database: str, tmp_path: Path
+) -> None:
+    book = ledger.Ledger(tmp_path / ledger.FILE)
+
+    def lines(kind: str) -> list[ledger.Line]:
+        return [line for line in ledger.read(book.path) if line.kind == kind]
+
+    crew = Crew(Place(wire.url, database, "howdah"), tmp_path, book, lease=2.0, worker_options=[])
+    try:
+        crew.man(0, 1)
+        queue.enqueue(BARE, {"seconds": 0, "failures": 0})
+        until(lambda: lines("ack-accepted"), "it works")
+        wire.black_hole(True)
+        until(lambda: lines("trouble"), "it gives up", 60)
+        assert lines("trouble")[0]["function"] in ("claim_job_batch", "run_maintenance")
+        assert lines("trouble")[0]["claimed"] > 0
+        wire.black_hole(False)
+        queue.enqueue(BARE, {"seconds": 0, "failures": 0})
+        until(lambda: queue.counts()["completed"] == 2, "it finds back", 60)
+    finally:
+        crew.close()
+        book.close()
