@@ -28,13 +28,16 @@ class Patience:
     def __init__(self, conn: psycopg.Connection[Any], seconds: float) -> None:
         self._conn = conn
         self._over = False
-        self.renew(seconds)
-
-    def renew(self, seconds: float) -> None:
-        """From now on so many seconds, for the next answer."""
         self._seconds = seconds
         self.until = time.monotonic() + seconds
         _watch.add(self)
+
+    def renew(self, seconds: float) -> None:
+        """From now on so many seconds, for the next answer."""
+        before, self._seconds = self.until, seconds
+        self.until = time.monotonic() + seconds
+        if self.until < before:
+            _watch.add(self)
 
     def end(self) -> None:
         """Time is up: hang up."""
@@ -65,13 +68,14 @@ class _Watch:
     """The thread, started on first use, and what it watches over."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a signal handler may enqueue, too
+        self._changed = threading.Condition(self._lock)
         self._waiting: set[Patience] = set()
         self._wakes_at = float("inf")
         self._thread: threading.Thread | None = None
 
     def add(self, patience: Patience) -> None:
-        with self._changed:
+        with self._lock:
             self._waiting.add(patience)
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -83,11 +87,11 @@ class _Watch:
 
     def remove(self, patience: Patience) -> None:
         # Under the lock: whoever has the connection next is not hung up on.
-        with self._changed:
+        with self._lock:
             self._waiting.discard(patience)
 
     def _run(self) -> None:
-        with self._changed:
+        with self._lock:
             while True:
                 now = time.monotonic()
                 for patience in [each for each in self._waiting if each.until <= now]:

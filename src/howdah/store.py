@@ -174,16 +174,21 @@ class Store:
     ) -> list[T]:
         with (
             pool.connection(seconds_left(give_up, self._patience)) as conn,
-            Patience(conn, self._command_timeout) as patience,
+            Patience(conn, statements[0].timeout or self._command_timeout) as patience,
         ):
             try:
-                rows = []
-                with contextlib.nullcontext() if len(statements) == 1 else conn.transaction():
-                    for statement in statements:
-                        patience.renew(statement.timeout or self._command_timeout)
-                        rows.append(_fetch(conn, statement, broken))
+                if len(statements) == 1:
+                    rows = [_fetch(conn, statements[0], broken)]
+                else:
+                    with conn.transaction():
+                        rows = []
+                        for statement in statements:
+                            patience.renew(statement.timeout or self._command_timeout)
+                            rows.append(_fetch(conn, statement, broken))
+                        patience.renew(self._command_timeout)
+                if not conn.autocommit:  # a pool of the caller's
                     patience.renew(self._command_timeout)
-                conn.commit()  # where the caller's pool begins transactions
+                    conn.commit()
             except psycopg.Error as error:
                 if is_connection_lost(error):
                     conn.close()
