@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from children import Children, until
 from howdah.chaos import ledger
-from howdah.chaos.crew import BARE, Crew
+from howdah.chaos.checker import Checker
+from howdah.chaos.crew import BARE, EFFECTS, Crew
+from howdah.chaos.history import History
+from howdah.chaos.run import read_database
 from howdah.chaos.scenario import Place
 
 if TYPE_CHECKING:
@@ -68,3 +71,40 @@ def test_a_loop_on_a_bare_queue_whose_line_went_dead_says_so_and_finds_back(
     finally:
         crew.close()
         book.close()
+
+
+def test_workers_whose_lines_all_went_dead_at_once_resume_in_time(
+    wire: Wire, queue: JobQueue, database: str, tmp_path: Path,
+    connect: Callable[..., psycopg.Connection[Any]],
+) -> None:  # fmt: skip
+    connect().execute(f"CREATE TABLE howdah.{EFFECTS} (job_id uuid, tag text)".encode())
+    place = Place(wire.url, database, "howdah")
+    book = ledger.Ledger(tmp_path / ledger.FILE)
+    crew = Crew(place, tmp_path, book, lease=2.0, worker_options=["--concurrency", "4"])
+
+    def accepted() -> set[int]:
+        return {line.pid for line in ledger.read(book.path) if line.kind == "ack-accepted"}
+
+    kinds = ["chaos.nap"] * 400 + [BARE] * 100
+    queue.enqueue_many(
+        (kind, {"tag": str(n), "seconds": 0.05, "failures": 0} if kind == BARE else {"tag": str(n)})
+        for n, kind in enumerate(kinds)
+    )
+    try:
+        crew.man(1, 1)
+        until(lambda: len(accepted()) == 2, "both work")
+        book.write("fault", fault=1, name="black hole", scope="connection", phase="begin")
+        wire.black_hole(True)
+        # It ends at once: only what was open is lost, and no statement has met it yet.
+        wire.black_hole(False)
+        book.write("fault", fault=1, name="black hole", scope="connection", phase="end")
+        until(lambda: queue.counts()["completed"] == len(kinds), "all of it is done", 60)
+        crew.dismiss("worker")
+        crew.dismiss("bare")
+    finally:
+        crew.close()
+        book.close()
+    lines = ledger.read(book.path)
+    (worker,) = [x["child"] for x in lines if x.kind == "ready" and x["role"] == "worker"]
+    assert worker in {x.pid for x in lines if x.kind == "well"}, "its line did not go dead"
+    assert Checker(History(lines), read_database(place), lease=2.0).check() == []
