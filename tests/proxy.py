@@ -1,5 +1,5 @@
 """A proxy in front of PostgreSQL that can cut a connection at the worst moment: when a statement was
-sent and its answer not yet heard."""
+sent and its answer not yet heard. Or it says nothing more on it, and keeps it open: a black hole."""
 
 from __future__ import annotations
 
@@ -24,20 +24,38 @@ class Proxy:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._open: set[socket.socket] = set()
         self._marker: bytes | None = None
-        self._executed = False
+        self._executed = self._silently = False
         self._then: Callable[[], object] = bool
         self._lock = threading.Lock()
+        self._links: list[_Link] = []
         self.cuts = 0
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def url(self, database: str, user: str = "howdah") -> str:
         return f"postgresql://{user}@127.0.0.1:{self._listening.getsockname()[1]}/{database}"
 
-    def cut(self, marker: bytes, *, executed: bool, then: Callable[[], object] = bool) -> None:
+    def cut(
+        self,
+        marker: bytes,
+        *,
+        executed: bool,
+        then: Callable[[], object] = bool,
+        silently: bool = False,
+    ) -> None:
         """Cut the next connection that sends `marker`, before the server saw the statement or after
-        it was executed; `then` happens before anybody notices."""
+        it was executed; `then` happens before anybody notices. `silently`: it stays open, and nothing
+        comes through any more."""
         with self._lock:
             self._marker, self._executed, self._then = marker, executed, then
+            self._silently = silently
+
+    def swallow(self) -> int:
+        """Nothing comes through any more on the connections that there are; how many."""
+        with self._lock:
+            links = [link for link in self._links if link.open and not link.lost]
+        for link in links:
+            link.lost = True
+        return len(links)
 
     def close(self) -> None:
         self._listening.close()
@@ -51,16 +69,17 @@ class Proxy:
                 server = socket.socket(socket.AF_UNIX)
                 server.connect(self._server_socket)
                 self._open |= {client, server}
-                _Link(self, client, server)
+                with self._lock:
+                    self._links.append(_Link(self, client, server))
 
-    def _draw(self, sent: bytes) -> tuple[bool, Callable[[], object]] | None:
-        """Whether to cut now: (executed, then), once."""
+    def _draw(self, sent: bytes) -> tuple[bool, Callable[[], object], bool] | None:
+        """Whether to cut now: (executed, then, silently), once."""
         with self._lock:
             if self._marker is None or self._marker not in sent:
                 return None
             self._marker = None
             self.cuts += 1
-            return self._executed, self._then
+            return self._executed, self._then, self._silently
 
     def _hang_up(self, end: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -75,12 +94,16 @@ class _Link:
     def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
         self._proxy, self._client, self._server = proxy, client, server
         self._cutting: Callable[[], object] | None = None
+        self._silently = False
+        self.lost = False
+        self.open = True
         for direction in (self._to_server, self._to_client):
             threading.Thread(target=self._run, args=(direction,), daemon=True).start()
 
     def _run(self, direction: Callable[[], None]) -> None:
         with contextlib.suppress(OSError):
             direction()
+        self.open = False
         self._proxy._hang_up(self._client)
         self._proxy._hang_up(self._server)
 
@@ -89,21 +112,29 @@ class _Link:
         while data := self._client.recv(65536):
             drawn = self._proxy._draw(tail + data)
             if drawn is not None:
-                executed, then = drawn
-                if not executed:
+                executed, then, self._silently = drawn
+                if executed:
+                    self._cutting = then
+                else:
                     then()
-                    return
-                self._cutting = then
+                    if not self._silently:
+                        return
+                    self.lost = True
             tail = data[-64:]
-            self._server.sendall(data)
+            if not self.lost:
+                self._server.sendall(data)
 
     def _to_client(self) -> None:
         answer = b""
         while data := self._server.recv(65536):
+            if self.lost:
+                continue
             if self._cutting is None:
                 self._client.sendall(data)
                 continue
             answer = (answer + data)[-64:]
             if READY.search(answer):
                 self._cutting()
-                return
+                if not self._silently:
+                    return
+                self.lost = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from howdah import payload
 from howdah.async_store import AsyncStore
-from howdah.drivers import TIMEOUT
+from howdah.drivers import COMMAND_TIMEOUT, TIMEOUT
 from howdah.enqueuer import Enqueuer
 from howdah.errors import HowdahError, InvalidJob
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
@@ -45,6 +45,7 @@ class AsyncJobQueue:
         idempotency_ttl: Seconds = timedelta(days=7),
         create: bool = True,
         timeout: float = TIMEOUT,
+        command_timeout: float = COMMAND_TIMEOUT,
     ) -> None:
         self._do = Operations(
             schema=schema,
@@ -54,7 +55,9 @@ class AsyncJobQueue:
             payload_limit=payload_limit,
             idempotency_ttl=idempotency_ttl,
         )
-        self._store = AsyncStore(database, schema, create=create, timeout=timeout)
+        self._store = AsyncStore(
+            database, schema, create=create, timeout=timeout, command_timeout=command_timeout
+        )
         self._enqueuer = Enqueuer(self._send)
         self._tick = 0.0
 
@@ -251,7 +254,8 @@ class AsyncJobQueue:
             return
         self._tick = now
         try:
-            report_duties(await self.maintain())
+            # A claim waits for this, and so no longer than for the claim itself.
+            report_duties(await self._store.run(self._do.statements.run_maintenance(timeout=None)))
         except HowdahError:
             raise
         except Exception:

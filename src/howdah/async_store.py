@@ -12,9 +12,11 @@ import asyncpg
 
 from howdah import borrowed, checks, config, migrate
 from howdah.drivers import (
+    COMMAND_TIMEOUT,
     POOL_SIZE,
     RETRY_PAUSE,
     TIMEOUT,
+    Unanswered,
     Where,
     has_schema,
     is_connection_lost,
@@ -27,15 +29,15 @@ from howdah.drivers import (
 )
 from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
+from howdah.statements import LONG_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Iterable
+    from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 
     from howdah.statements import Rows, Statement
 
 T = TypeVar("T")
 
-COMMAND_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 5.0
 AT_HAND = 2  # a worker has a claim and an acknowledgement under way at once
 STALE = 300.0  # seconds after which something on the way may have forgotten an idle connection
@@ -69,7 +71,9 @@ class AsyncStore:
         self._schema = schema
         self._create = create
         self._timeout = checks.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
-        self._command_timeout = command_timeout
+        self._command_timeout = checks.to_timedelta(
+            command_timeout, "command_timeout", minimum=0.001
+        ).total_seconds()
         self._pooled = False
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._opening: asyncio.Lock | None = None
@@ -118,6 +122,9 @@ class AsyncStore:
                     if pool is not None and is_schema_missing(error):
                         await self._look_again(pool)
                     raise_translated(error, self._schema)
+                if isinstance(error, Unanswered) and not broken:
+                    # It took its time, and may have been done: that is found out by asking again.
+                    give_up = max(give_up, time.monotonic() + self._timeout)
                 if time.monotonic() >= give_up or self._is_hopeless(error):
                     raise unreachable(self._where, error, self._trouble) from error
                 if not isinstance(error, TimeoutError):
@@ -140,10 +147,10 @@ class AsyncStore:
         conn = await self._acquire(pool, seconds_left(give_up, self._patience))
         try:
             if isinstance(statements, list) and len(statements) == 1 and not self._pooled:
-                rows = [(each, await _afetch(conn, each, broken)) for each in statements]
+                rows = [(each, await self._fetch(conn, each, broken)) for each in statements]
             else:
-                async with conn.transaction():
-                    rows = [(each, await _afetch(conn, each, broken)) for each in statements]
+                async with self._transaction(conn):
+                    rows = [(each, await self._fetch(conn, each, broken)) for each in statements]
         except BaseException as error:
             # A time-out is an OSError too: who did not answer once is not asked again.
             if isinstance(error, _ASYNC_ERRORS) and is_connection_lost(error):
@@ -185,6 +192,28 @@ class AsyncStore:
         """Give the pool back what is at hand."""
         while self._at_hand:
             await pool.release(self._at_hand.pop()[1])
+
+    async def _fetch(self, conn: Any, statement: Statement[Any], broken: bool) -> Rows:
+        limit = statement.timeout or self._command_timeout
+        with _answered(limit):
+            return await _afetch(conn, statement, broken, limit)
+
+    @contextlib.asynccontextmanager
+    async def _transaction(self, conn: Any) -> AsyncIterator[None]:
+        """As `conn.transaction()`, with a limit that does not depend on whose pool it is."""
+        limit = self._command_timeout
+        with _answered(limit):
+            await conn.execute("BEGIN", timeout=limit)
+        try:
+            yield
+        except Unanswered:
+            raise  # nor would this be answered
+        except BaseException:
+            if not conn.is_closed():
+                await conn.execute("ROLLBACK", timeout=limit)
+            raise
+        with _answered(limit):
+            await conn.execute("COMMIT", timeout=limit)
 
     async def _ready(self, give_up: float | None = None) -> asyncpg.Pool:
         home = (os.getpid(), asyncio.get_running_loop())
@@ -273,7 +302,10 @@ async def _is_pooled(url: str, give_up: float) -> bool:
     not exist. asyncpg prepares every statement, so each then goes in a transaction of its own, and none
     is kept. Asked in a simple query, the one kind that needs no preparing."""
     try:
-        conn = await asyncpg.connect(url, timeout=seconds_left(give_up), statement_cache_size=0)
+        conn = await asyncpg.connect(
+            url, timeout=seconds_left(give_up), statement_cache_size=0,
+            command_timeout=seconds_left(give_up, 1.0) / 2,  # and then once more
+        )  # fmt: skip
     except ValueError:  # asyncpg reads the URL only now
         raise config.unreadable() from None
     try:
@@ -294,17 +326,25 @@ async def _leave_as_it_is(conn: Any) -> None:
     """No statement of ours leaves anything in a session, so none needs a round trip to reset it."""
 
 
-async def _afetch(conn: Any, statement: Statement[Any], broken: bool) -> Rows:
+@contextlib.contextmanager
+def _answered(seconds: float) -> Iterator[None]:
+    """Tell an answer that does not come in time from a connection that could not be had in time."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise Unanswered(seconds) from error
+
+
+async def _afetch(conn: Any, statement: Statement[Any], broken: bool, limit: float) -> Rows:
     if broken and statement.again is not None:
         statement = statement.again()
     if (copy := statement.copy) is not None:
         await conn.copy_to_table(
             copy.table, schema_name=copy.schema, columns=copy.columns, encoding="UTF8",
-            source=_in_turns(copy.lines),
+            source=_in_turns(copy.lines), timeout=limit,
         )  # fmt: skip
         return []
-    limit = {} if statement.timeout is None else {"timeout": statement.timeout}
-    rows: Rows = await conn.fetch(statement.text, *statement.parameters, **limit)
+    rows: Rows = await conn.fetch(statement.text, *statement.parameters, timeout=limit)
     return rows
 
 
@@ -328,7 +368,7 @@ async def adrive(conn: Any, work: Generator[migrate.Query | migrate.Script, Any,
             answer = await conn.fetch(step.text)
         else:
             answer = None
-            await conn.execute(step.text)
+            await conn.execute(step.text, timeout=LONG_TIMEOUT)
 
 
 async def _amigrate(conn: Any, schema: str) -> None:

@@ -33,8 +33,19 @@ DATABASE_ERRORS = (
 """Whatever `run` may raise because of the database, as against a mistake of ours."""
 
 TIMEOUT = 10.0
+COMMAND_TIMEOUT = 60.0
+"""Seconds that a statement may go without an answer, where neither it nor the caller says otherwise."""
 POOL_SIZE = 10
 RETRY_PAUSE = 0.05
+
+
+class Unanswered(TimeoutError):
+    """A statement was sent, no answer came in time, and the connection was given up. Whether it was done
+    is unknown."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer within {seconds:g} s")
+
 
 _FIELDS = {
     "job_type_length": "job_type",
@@ -167,7 +178,7 @@ def unreachable(
     where: Where, error: BaseException, trouble: BaseException | None = None
 ) -> DatabaseUnreachable:
     """What to raise, with the last `trouble` for a reason if all that happened here was to wait."""
-    if trouble is not None and isinstance(error, TimeoutError):
+    if trouble is not None and isinstance(error, TimeoutError) and not str(error):
         error = trouble
     lines = str(error).strip().splitlines()
     empty = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 from howdah import payload
-from howdah.drivers import TIMEOUT, refused_id
+from howdah.drivers import COMMAND_TIMEOUT, TIMEOUT, refused_id
 from howdah.errors import HowdahError, InvalidJob, PayloadTooLarge
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
 from howdah.operations import MAINTENANCE_PERIOD, Operations
@@ -32,8 +32,9 @@ class JobQueue:
     creates the schema unless `create=False`. A queue may be shared by threads and survives a fork.
 
     `lease` is how long a claim is good for, `keep` how long finished jobs stay, `payload_limit` the
-    size in bytes above which data are refused, `idempotency_ttl` how long a key is remembered, and
-    `timeout` how long to try to reach the database.
+    size in bytes above which data are refused, `idempotency_ttl` how long a key is remembered,
+    `timeout` how long to try to reach the database, and `command_timeout` how long to wait for its
+    answer to one statement before the connection is given up and the statement sent again on another.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class JobQueue:
         idempotency_ttl: Seconds = timedelta(days=7),
         create: bool = True,
         timeout: float = TIMEOUT,
+        command_timeout: float = COMMAND_TIMEOUT,
     ) -> None:
         self._do = Operations(
             schema=schema,
@@ -57,7 +59,9 @@ class JobQueue:
             payload_limit=payload_limit,
             idempotency_ttl=idempotency_ttl,
         )
-        self._store = Store(database, schema, create=create, timeout=timeout)
+        self._store = Store(
+            database, schema, create=create, timeout=timeout, command_timeout=command_timeout
+        )
         self._tick = 0.0
 
     def enqueue(
@@ -271,7 +275,8 @@ class JobQueue:
             return
         self._tick = now
         try:
-            report_duties(self.maintain())
+            # A claim waits for this, and so no longer than for the claim itself.
+            report_duties(self._store.run(self._do.statements.run_maintenance(timeout=None)))
         except HowdahError:
             raise
         except Exception:

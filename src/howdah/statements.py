@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[Sequence[Any]]
 
+LONG_TIMEOUT = 3600.0
+"""Seconds for what may go through the whole history."""
 SCHEMA_NAME_LIMIT = 48  # a channel's name is the schema's and a suffix, and PostgreSQL cuts at 63
 
 
@@ -42,7 +44,7 @@ class Statement(Generic[T_co]):
 
     `again` makes what to send if the connection breaks before the answer: a statement that takes what
     the first one may have done for its own doing. Without it the same text is sent once more.
-    `timeout` is for one that may take longer than others, in seconds; the async client heeds it.
+    `timeout` is for one that may take longer than others, in seconds.
     `copy` is what a COPY sends after its text. It has no parameters, and no rows for an answer.
     """
 
@@ -395,17 +397,20 @@ class Statements:
             f"SELECT {self._s}.clear_finished($1::interval, $2::text[])",
             (older_than, [str(status) for status in statuses]),
             _value,
+            timeout=LONG_TIMEOUT,
         )
 
     def remove_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Remove finished jobs by id; those that were removed come back."""
         return Statement(f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), _ids)
 
-    def run_maintenance(self) -> Statement[list[tuple[str, timedelta, str | None]]]:
+    def run_maintenance(
+        self, timeout: float | None = 60.0
+    ) -> Statement[list[tuple[str, timedelta, str | None]]]:
         """Run the duties that are due: (duty, took, error) of each."""
         return Statement(
             f"SELECT duty, took, error FROM {self._s}.run_maintenance()",
             (),
             lambda rows: [(row[0], row[1], row[2]) for row in rows],
-            timeout=60.0,
+            timeout=timeout,
         )

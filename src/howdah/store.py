@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 import threading
 import time
 import weakref
@@ -22,9 +21,11 @@ from psycopg.rows import tuple_row
 
 from howdah import borrowed, checks, config, migrate
 from howdah.drivers import (
+    COMMAND_TIMEOUT,
     POOL_SIZE,
     RETRY_PAUSE,
     TIMEOUT,
+    Unanswered,
     Where,
     has_schema,
     is_connection_lost,
@@ -37,9 +38,11 @@ from howdah.drivers import (
 )
 from howdah.embedded import resolve_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
+from howdah.patience import Patience
+from howdah.statements import LONG_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from howdah.statements import Rows, Statement
 
@@ -66,7 +69,7 @@ class Store:
         *,
         create: bool = True,
         timeout: float = TIMEOUT,
-        command_timeout: float | None = None,
+        command_timeout: float = COMMAND_TIMEOUT,
     ) -> None:
         if database is not None and not isinstance(database, str | psycopg_pool.ConnectionPool):
             raise InvalidOption(
@@ -76,7 +79,9 @@ class Store:
         self._schema = schema
         self._create = create
         self._timeout = checks.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
-        self._command_timeout = command_timeout
+        self._command_timeout = checks.to_timedelta(
+            command_timeout, "command_timeout", minimum=0.001
+        ).total_seconds()
         self._lock = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Any] | None = None
         self._url = ""
@@ -128,6 +133,9 @@ class Store:
                     if pool is not None and is_schema_missing(error):
                         self._look_again(pool)
                     raise_translated(error, self._schema)
+                if isinstance(error, Unanswered) and not broken:
+                    # It took its time, and may have been done: that is found out by asking again.
+                    give_up = max(give_up, time.monotonic() + self._timeout)
                 if time.monotonic() >= give_up or self._is_hopeless(error):
                     raise unreachable(self._where, error) from error
             broken = True
@@ -135,7 +143,10 @@ class Store:
 
     def _look_again(self, pool: psycopg_pool.ConnectionPool[Any]) -> None:
         """Raise `SchemaTooNew` if what is missing went with a migration under our feet."""
-        with pool.connection(self._patience) as conn:
+        with (
+            pool.connection(self._patience) as conn,
+            Patience(conn, self._command_timeout),
+        ):
             migrate.drive(conn, migrate.check(self._schema, create=False))
 
     def _is_hopeless(self, error: BaseException) -> bool:
@@ -146,7 +157,7 @@ class Store:
         """Part with a pool one of whose connections broke. What others are using stays open."""
         if pool is None or not is_ours(self._database):
             if pool is not None:
-                pool.check()
+                _empty(pool)
             time.sleep(RETRY_PAUSE)
             return
         # A new one is quicker than the old one's own attempts, which lie seconds apart.
@@ -162,16 +173,20 @@ class Store:
         broken: bool,
         give_up: float,
     ) -> list[T]:
+        alone = isinstance(statements, list) and len(statements) == 1
+        rows = []
         with (
             pool.connection(seconds_left(give_up, self._patience)) as conn,
-            _limited(conn, self._command_timeout),
+            Patience(conn, self._command_timeout) as patience,
         ):
             try:
-                if isinstance(statements, list) and len(statements) == 1:
-                    rows = [(each, _fetch(conn, each, broken)) for each in statements]
-                else:
-                    with conn.transaction():
-                        rows = [(each, _fetch(conn, each, broken)) for each in statements]
+                with contextlib.nullcontext() if alone else conn.transaction():
+                    for each in statements:
+                        patience.renew(each.timeout or self._command_timeout)
+                        rows.append((each, _fetch(conn, each, broken)))
+                    patience.renew(self._command_timeout)
+                if not conn.autocommit:  # a pool of the caller's
+                    conn.commit()
             except psycopg.Error as error:
                 if is_connection_lost(error):
                     conn.close()
@@ -250,11 +265,13 @@ class Store:
             time.sleep(RETRY_PAUSE)
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
-        if migrate.drive(conn, migrate.check(self._schema, create=self._create)):
-            try:
-                migrate.migrate(conn, self._schema)
-            except psycopg.errors.InsufficientPrivilege:
-                migrate.drive(conn, migrate.refuse(self._schema))
+        with Patience(conn, self._command_timeout) as patience:
+            if migrate.drive(conn, migrate.check(self._schema, create=self._create)):
+                patience.renew(LONG_TIMEOUT)
+                try:
+                    migrate.migrate(conn, self._schema)
+                except psycopg.errors.InsufficientPrivilege:
+                    migrate.drive(conn, migrate.refuse(self._schema))
 
     def close(self) -> None:
         """Close the pool, unless it is the caller's. The next call opens it again."""
@@ -286,28 +303,13 @@ def _where_of(pool: psycopg_pool.ConnectionPool[Any]) -> Where:
     return str(known.get("host", "localhost")), str(known.get("dbname", "(default)"))
 
 
-@contextlib.contextmanager
-def _limited(conn: psycopg.Connection[Any], seconds: float | None) -> Iterator[None]:
-    """Hang up on a server that does not answer in time. libpq would wait for it as long as the network
-    says that somebody is there, and a proxy in between always is."""
-    if seconds is None:
-        yield
-        return
-    timer = threading.Timer(seconds, _hang_up, (conn,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _hang_up(conn: psycopg.Connection[Any]) -> None:
-    with (
-        contextlib.suppress(OSError, psycopg.Error),
-        socket.socket(fileno=os.dup(conn.fileno())) as end,
-    ):
-        end.shutdown(socket.SHUT_RDWR)
+def _empty(pool: psycopg_pool.ConnectionPool[Any]) -> None:
+    """Have a pool replace what lies idle in it. Not `check`: that waits for every answer, also for ever."""
+    with contextlib.suppress(psycopg_pool.PoolTimeout):
+        for _ in range(pool.get_stats().get("pool_available", 0)):
+            conn = pool.getconn(RETRY_PAUSE)
+            conn.close()
+            pool.putconn(conn)
 
 
 def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: bool) -> Rows:

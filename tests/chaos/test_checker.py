@@ -351,3 +351,19 @@ def test_a_worker_that_does_not_find_back() -> None:
     assert story.broken() == []
     story.line(16, "well", 10, asked=10.5, function="claim_job_batch")
     assert story.broken() == ["P9"]
+
+
+@pytest.mark.parametrize(
+    ("function", "claimed", "broken"),
+    [("run_maintenance", 69.9, []), ("run_maintenance", 9.9, ["P9"]), ("complete_jobs", 69.9, ["P9"])],
+)  # fmt: skip
+def test_duties_that_nobody_answers_are_no_standstill_while_claims_are_answered(
+    function: str, claimed: float, broken: list[str]
+) -> None:
+    story = plain().row().line(70, "trouble", 10, asked=10.0, function=function, claimed=claimed)
+    story.line(70.1, "well", 10, asked=70.05, function="claim_job_batch")
+    assert story.broken() == broken
+    # What came to grief besides is not hidden by them.
+    story.line(79, "trouble", 10, asked=72.0, function="claim_job_batch", claimed=71.9)
+    story.line(79.1, "well", 10, asked=79.05, function="claim_job_batch")
+    assert story.broken() == ["P9"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from howdah.chaos import watched
-from howdah.chaos.crew import BARE, LEASE_VARIABLE, SCHEMA_VARIABLE
+from howdah.chaos.crew import BARE, COMMAND_TIMEOUT, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.chaos.ledger import Ledger, from_environment
 from howdah.errors import HowdahError, LeaseLost
 from howdah.queue import JobQueue
@@ -34,7 +34,9 @@ class Bare:
     """One process's loop."""
 
     def __init__(self, url: str, schema: str, lease: float, ledger: Ledger) -> None:
-        self._queue = JobQueue(url, schema=schema, lease=lease, create=False)
+        self._queue = JobQueue(
+            url, schema=schema, lease=lease, create=False, command_timeout=COMMAND_TIMEOUT
+        )
         self._ledger = ledger
         self._lease = lease
         self._mine: dict[UUID, Job] = {}

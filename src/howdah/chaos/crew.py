@@ -30,6 +30,8 @@ PRODUCER = "howdah.chaos.producer"
 BARE_WORKER = "howdah.chaos.bare"
 SCHEMA_VARIABLE = "HOWDAH_CHAOS_SCHEMA"
 LEASE_VARIABLE = "HOWDAH_CHAOS_LEASE"
+COMMAND_TIMEOUT = 3.0
+"""Seconds that bare queues wait for an answer: work is to resume within five."""
 BARE = "chaos.bare"
 """The type of jobs that workers with a loop of their own claim, and no others."""
 EFFECTS = "chaos_effects"

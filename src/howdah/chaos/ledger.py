@@ -17,7 +17,8 @@ Kinds of lines and what they carry besides `t`, `pid` and `kind`:
     beat                  job, fence, asked     the database extended the lease
     ack-invoked           job, fence, what, final   complete, fail, release or stop is being sent
     ack-accepted, ack-refused, ack-unknown          job, fence, what, final, asked
-    trouble               asked         a worker's statement failed, as the database could not be reached
+    trouble               asked, function, claimed   a worker's statement failed, as the database could not be
+                          reached; when a claim was last answered (0: never), if only with nothing
     well                  asked, function   one was answered, late or after trouble
     fault                 fault, name, phase ("begin" or "end"), scope (see `Stage.fault`),
                           target (a process id), …

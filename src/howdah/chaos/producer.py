@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from howdah.chaos.crew import BARE, SCHEMA_VARIABLE
+from howdah.chaos.crew import BARE, COMMAND_TIMEOUT, SCHEMA_VARIABLE
 from howdah.chaos.ledger import Ledger, from_environment
 from howdah.errors import HowdahError, InvalidJob
 from howdah.model import BACKFILL, DISCOVERED, EXPLICIT, NewJob
@@ -50,7 +50,9 @@ class Producer:
         self._ledger = ledger
         self._number = number
         self._random = Random(f"producer {number} of {seed}")  # noqa: S311 - to be repeatable
-        self._queue = JobQueue(url, schema=schema, timeout=TIMEOUT, create=False)
+        self._queue = JobQueue(
+            url, schema=schema, timeout=TIMEOUT, create=False, command_timeout=COMMAND_TIMEOUT
+        )
         self._calls = itertools.count(1)
         self._tags = itertools.count(1)
         self._next = dict.fromkeys((f"key-{number}-{k}" for k in range(KEYS)), 0)

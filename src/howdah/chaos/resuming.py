@@ -47,6 +47,8 @@ class Resuming(Judge):
         for worker, lines in self.history.troubles.items():
             first: Line | None = None
             for line in lines:
+                if _stood_in_nobodys_way(line):
+                    continue
                 first = first or line
                 if line.kind == "trouble":
                     continue
@@ -107,3 +109,13 @@ class Resuming(Judge):
             for lease in self.history.by_worker().get(worker, ())
             if lease.claim is not None and lease.claim["type"] == "chaos.staller"
         ]
+
+
+def _stood_in_nobodys_way(line: Line) -> bool:
+    """Duties that were never answered, while claims were: a worker has several of them under way, and one
+    that is waited for in vain keeps it from nothing. How claims fared, they tell themselves."""
+    return (
+        line.kind == "trouble"
+        and line["function"] == "run_maintenance"
+        and line["claimed"] > line["asked"]
+    )

@@ -44,6 +44,7 @@ class Notes:
         ] = {}  # of each job and fence: since when, and if last
         self._announced: set[str] = set()
         self._in_trouble = False
+        self._claimed_at = 0.0
 
     def invoked(self, statement: Statement[Any]) -> tuple[str, float]:
         """Before a statement is sent: what it is, and when."""
@@ -77,6 +78,7 @@ class Notes:
             self._in_trouble = False
             self._ledger.write("well", asked=asked, function=function)
         if function == "claim_job_batch":
+            self._claimed_at = time.monotonic()
             self._claimed(asked, answer, durable="synchronous_commit" not in statement.text)
         elif function == "extend_jobs" and answer is not None:  # a bare queue does not say of which
             self._extended(asked, statement, answer)
@@ -98,9 +100,9 @@ class Notes:
         self, function: str, asked: float, statement: Statement[Any], error: BaseException
     ) -> None:
         """After a statement of which nobody knows whether it was committed."""
-        if isinstance(error, DatabaseUnreachable) and not self._in_trouble:
+        if isinstance(error, DatabaseUnreachable):
             self._in_trouble = True
-            self._ledger.write("trouble", asked=asked)
+            self._ledger.write("trouble", asked=asked, function=function, claimed=self._claimed_at)
         if function in _ACKNOWLEDGING and isinstance(error, LeaseLost):
             lost = set(error.ids)
             kept = {str(each) for each in statement.parameters[0] if each not in lost}
