@@ -206,6 +206,15 @@ async def test_an_asyncpg_pool_of_the_callers_that_knows_no_limit(
         assert queue.pending() == len(handles)
 
 
+async def test_an_asyncpg_pool_of_the_callers_that_is_silent_from_the_first_look_on(
+    proxy: Proxy, url: str
+) -> None:
+    async with asyncpg.create_pool(url, min_size=1, max_size=2) as pool:
+        proxy.cut(b"to_regclass", executed=True, silently=True)
+        assert await AsyncJobQueue(pool, timeout=5, command_timeout=0.8).pending() == 0
+        assert proxy.cuts == 1
+
+
 # ── what takes long ───────────────────────────────────────────────────────────────────────────────
 
 

@@ -134,8 +134,8 @@ class AsyncStore:
 
     async def _look_again(self, pool: asyncpg.Pool) -> None:
         """Raise `SchemaTooNew` if what is missing went with a migration under our feet."""
-        async with pool.acquire(timeout=self._patience) as conn:
-            await adrive(conn, migrate.check(self._schema, create=False))
+        async with _acquire(pool, time.monotonic() + self._patience) as conn:
+            await adrive(conn, migrate.check(self._schema, create=False), self._command_timeout)
 
     def _is_hopeless(self, error: BaseException) -> bool:
         # The caller's own pool is not ours to open.
@@ -253,11 +253,12 @@ class AsyncStore:
             )
         try:
             async with _acquire(pool, give_up) as conn:
-                if await adrive(conn, migrate.check(self._schema, create=self._create)):
+                check = migrate.check(self._schema, create=self._create)
+                if await adrive(conn, check, self._command_timeout):
                     try:
                         await _amigrate(conn, self._schema)
                     except asyncpg.InsufficientPrivilegeError:
-                        await adrive(conn, migrate.refuse(self._schema))
+                        await adrive(conn, migrate.refuse(self._schema), self._command_timeout)
         except BaseException:
             if is_ours(self._database):
                 pool.terminate()
@@ -291,6 +292,9 @@ async def _acquire(pool: asyncpg.Pool, give_up: float) -> AsyncIterator[Any]:
         raise config.unreadable() from None
     try:
         yield conn
+    except TimeoutError:
+        conn.terminate()  # to give it back would be to wait for it
+        raise
     finally:
         await pool.release(conn)
 
@@ -355,8 +359,10 @@ async def _in_turns(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
         await asyncio.sleep(0)
 
 
-async def adrive(conn: Any, work: Generator[migrate.Query | migrate.Script, Any, T]) -> T:
-    """Run a generator of SQL on an asyncpg connection, and give its result."""
+async def adrive(
+    conn: Any, work: Generator[migrate.Query | migrate.Script, Any, T], limit: float
+) -> T:
+    """Run a generator of SQL on an asyncpg connection, and give its result. So many seconds for each step."""
     answer: Rows | None = None
     while True:
         try:
@@ -365,17 +371,17 @@ async def adrive(conn: Any, work: Generator[migrate.Query | migrate.Script, Any,
             value: T = stop.value
             return value
         if isinstance(step, migrate.Query):
-            answer = await conn.fetch(step.text)
+            answer = await conn.fetch(step.text, timeout=limit)
         else:
             answer = None
-            await conn.execute(step.text, timeout=LONG_TIMEOUT)
+            await conn.execute(step.text, timeout=limit)
 
 
 async def _amigrate(conn: Any, schema: str) -> None:
     give_up = time.monotonic() + migrate.PATIENCE
     while True:
         try:
-            await adrive(conn, migrate.steps(schema))
+            await adrive(conn, migrate.steps(schema), LONG_TIMEOUT)
         except asyncpg.LockNotAvailableError:
             await conn.execute("ROLLBACK")
             if time.monotonic() > give_up:
