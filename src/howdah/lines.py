@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-COLUMNS = (
-    "id", "job_type", "data", "queue", "priority", "max_attempts", "request_id", "traceparent", "keep",
+_COMMON = (
+    "job_type", "queue", "priority", "max_attempts", "request_id", "traceparent", "keep",
 )  # fmt: skip
+_DEFAULTS = {"queue": "default", "priority": 100, "max_attempts": 3}
+COLUMNS = ("id", "data", *_COMMON)
 """The columns that `encode_lines` fills. A job with other fields is not copied."""
 
 
@@ -19,28 +21,27 @@ def encode_lines(jobs: Iterable[Mapping[str, Any]]) -> bytes:
     lines = []
     for job in jobs:
         data = bytes(job["data"])
-        get = job.get
-        lines.append(
-            b"%032x\t%b\t%b\t%b\t%d\t%d\t%b\t%b\t%b\n"
-            % (
-                job["id"].int,
-                _copied(job["job_type"]),
-                data.replace(b"\\", b"\\\\") if b"\\" in data else data,
-                _copied(get("queue", "default")),
-                get("priority", 100),
-                get("max_attempts", 3),
-                _copied(get("request_id")),
-                _copied(get("traceparent")),
-                _copied(get("keep")),
-            )
-        )
+        if b"\\" in data:
+            data = data.replace(b"\\", b"\\\\")
+        common = _common(*map(job.get, _COMMON))
+        lines.append(b"%032x\t%b\t%b" % (job["id"].int, data, common))
     return b"".join(lines)
 
 
 @functools.lru_cache(maxsize=1024)
-def _copied(text: str | None) -> bytes:
-    if text is None:
+def _common(*values: str | int | None) -> bytes:
+    """The end of a line, which the jobs of one task have in common."""
+    filled = (
+        _DEFAULTS.get(name) if each is None else each
+        for name, each in zip(_COMMON, values, strict=True)
+    )
+    return b"\t".join(map(_copied, filled)) + b"\n"
+
+
+def _copied(value: object) -> bytes:
+    if value is None:
         return b"\\N"
+    text = str(value)
     for character, escape in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(character, escape)
     return text.encode()

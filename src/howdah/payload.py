@@ -211,9 +211,10 @@ def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, 
         fields["run_at"] = checks.check_time(job.run_at, "run_at").isoformat()
     if job.delay is not None:
         fields["delay"] = checks.to_seconds(job.delay, "delay")
-    for (field, longest), value in zip(_TEXT_FIELDS, _texts(job), strict=True):
-        if value is not None:
-            fields[field] = checks.check_name(value, field, longest)
+    if (texts := _texts(job)) != _NO_TEXTS:
+        for (field, longest), value in zip(_TEXT_FIELDS, texts, strict=True):
+            if value is not None:
+                fields[field] = checks.check_name(value, field, longest)
     return fields
 
 
@@ -241,6 +242,7 @@ _TEXT_FIELDS = (
     ("request_id", checks.NAME_LIMIT),
     ("traceparent", checks.NAME_LIMIT),
 )
+_NO_TEXTS = (None,) * len(_TEXT_FIELDS)
 _texts = operator.attrgetter(*(field for field, _ in _TEXT_FIELDS))
 
 

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, cast
 from uuid import UUID
 
-import msgspec
-
 from howdah import checks, payload
 from howdah.arguments import Arguments, decode_result
 from howdah.context import Context, _current
@@ -128,6 +126,12 @@ class Task(Generic[P, R]):
         self.options = options
         self.arguments = Arguments.of(function, name, Context)
         self._call: dict[str, Any] = {}
+        self._job_options: dict[str, Any] = {
+            "queue": options.queue,
+            "priority": options.priority,
+            "max_attempts": options.max_attempts,
+            "keep": options.keep,
+        }
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now, as if it were not a task. Its context, unless one is given, is
@@ -150,6 +154,8 @@ class Task(Generic[P, R]):
                 raise InvalidOption.unknown(option, _CALL_OPTIONS)
         bound = copy.copy(self)
         bound._call = {**self._call, **options}
+        bound._job_options = {**self._job_options, **options}
+        bound._job_options.pop("conn", None)
         return bound
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
@@ -218,16 +224,8 @@ class Task(Generic[P, R]):
         return self._new_job(args, kwargs)
 
     def _new_job(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
-        options = {name: value for name, value in self._call.items() if name != "conn"}
-        job = NewJob(
-            job_type=self.name,
-            data=self.arguments.pack(args, kwargs),
-            queue=self.options.queue,
-            priority=self.options.priority,
-            max_attempts=self.options.max_attempts,
-            keep=self.options.keep,
-        )
-        return msgspec.structs.replace(job, **options) if options else job
+        data = self.arguments.pack(args, kwargs)
+        return NewJob(job_type=self.name, data=data, **self._job_options)
 
 
 class AsyncTask(Task[P, R]):
