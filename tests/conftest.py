@@ -17,6 +17,7 @@ import pytest
 
 from howdah import AsyncJobQueue, JobQueue
 from howdah.embedded import EmbeddedServer
+from proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -157,3 +158,11 @@ async def aqueue(database: str) -> AsyncIterator[AsyncJobQueue]:
     queue = AsyncJobQueue(database)
     yield queue
     await queue.close()
+
+
+@pytest.fixture
+def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+    """A way to the server that can be cut."""
+    proxy = Proxy(server.socket_directory / ".s.PGSQL.5432")
+    yield proxy
+    proxy.close()

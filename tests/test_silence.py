@@ -19,25 +19,18 @@ from howdah.async_store import AsyncStore
 from howdah.drivers import COMMAND_TIMEOUT, TIMEOUT
 from howdah.statements import LONG_TIMEOUT, Statement, Statements
 from howdah.store import Store
-from proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from howdah.embedded import EmbeddedServer
+    from proxy import Proxy
+
 
 database, module_database = emptied.database, emptied.module_database
 
 # As by default, an answer is waited for longer than a connection.
 SHORT: dict[str, Any] = {"timeout": 0.5, "command_timeout": 0.8}
 executions = pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
-
-
-@pytest.fixture
-def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
-    proxy = Proxy(server.socket_directory / ".s.PGSQL.5432")
-    yield proxy
-    proxy.close()
 
 
 @pytest.fixture

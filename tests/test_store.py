@@ -36,22 +36,16 @@ from howdah.drivers import POOL_SIZE, TIMEOUT
 from howdah.embedded import EmbeddedServer
 from howdah.statements import Statement
 from howdah.store import Store, _stores
-from proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+    from proxy import Proxy
 
 database, module_database = emptied.database, emptied.module_database
 
 
 # ── a cut connection ──────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
-    proxy = Proxy(server.socket_directory / ".s.PGSQL.5432")
-    yield proxy
-    proxy.close()
 
 
 @pytest.fixture

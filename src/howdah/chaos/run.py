@@ -4,6 +4,7 @@ and check."""
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -73,7 +74,7 @@ class Load:
     """With tasks that run in processes."""
     backlog: int = 1000
     patience: float = 60.0
-    """Seconds that the last job may take to end after the load has."""
+    """Seconds without the end of a job, after that of the load, until the rest is given up."""
 
 
 @dataclass(slots=True)
@@ -239,14 +240,16 @@ class Run:
             self._failure = self._failure or error
 
     def _drain(self) -> bool:
-        give_up = time.monotonic() + self.load.patience
-        while time.monotonic() < give_up and self._failure is None:
+        fewest, moved = math.inf, time.monotonic()
+        while time.monotonic() < moved + self.load.patience and self._failure is None:
             with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
-                row = conn.execute(
+                (left,) = conn.execute(
                     f"SELECT count(*) FROM {self._schema}.live_jobs".encode()
-                ).fetchone()
-                if row == (0,):
+                ).fetchone() or (0,)
+                if left == 0:
                     return True
+                if left < fewest:
+                    fewest, moved = left, time.monotonic()
             time.sleep(0.2)
         return False
 
