@@ -28,7 +28,9 @@ class Proxy:
         self._then: Callable[[], object] = bool
         self._lock = threading.Lock()
         self._links: list[_Link] = []
+        self._refuses = False
         self.cuts = 0
+        self.refused = 0
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def url(self, database: str, user: str = "howdah") -> str:
@@ -57,6 +59,12 @@ class Proxy:
             link.lost = True
         return len(links)
 
+    def refuse(self) -> None:
+        """Hang up on everybody, and let nobody in any more."""
+        self._refuses = True
+        for each in list(self._open):
+            self._hang_up(each)
+
     def close(self) -> None:
         self._listening.close()
         for each in list(self._open):
@@ -66,6 +74,10 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
+                if self._refuses:
+                    client.close()
+                    self.refused += 1
+                    continue
                 server = socket.socket(socket.AF_UNIX)
                 server.connect(self._server_socket)
                 self._open |= {client, server}

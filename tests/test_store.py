@@ -280,6 +280,22 @@ async def test_awaited_work_goes_on_after_a_restart_of_the_server(
     await queue.close()
 
 
+def test_a_server_that_is_away_is_tried_again_and_again(proxy: Proxy, database: str) -> None:
+    queue = JobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]), timeout=8)
+    queue.pending()
+    pool = queue._store._pool
+    assert pool is not None
+    proxy.refuse()
+    with pool.connection() as conn:
+        conn.close()  # the pool knows that it has none
+    before = proxy.refused
+    with pytest.raises(DatabaseUnreachable):
+        queue.pending()
+    queue.close()
+    # Attempts that lie ever further apart, as the pool's own, would be six; these are about sixteen.
+    assert proxy.refused - before >= 10
+
+
 def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: EmbeddedServer) -> None:
     queue = JobQueue(own_server.url, schema="away")
     queue.enqueue("a")

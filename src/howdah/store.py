@@ -88,7 +88,7 @@ class Store:
         self._where: Where = ("(unknown)", "(unknown)")
         self._schema_seen = False
         self._trouble: BaseException | None = None
-        # The first call may make the schema, which takes its time and is not the server's silence.
+        # For a connection, at a time.
         self._patience = min(self._timeout, 1.0)
         _stores.add(self)
 
@@ -138,6 +138,8 @@ class Store:
                     give_up = max(give_up, time.monotonic() + self._timeout)
                 if time.monotonic() >= give_up or self._is_hopeless(error):
                     raise unreachable(self._where, error) from error
+                if isinstance(error, psycopg_pool.PoolTimeout):
+                    continue  # nothing was sent; who asks anew has the pool try anew
             broken = True
             self._discard(pool)
 
@@ -176,7 +178,8 @@ class Store:
         alone = isinstance(statements, list) and len(statements) == 1
         rows = []
         with (
-            pool.connection(seconds_left(give_up, self._patience)) as conn,
+            # Not until the end at once: the pool's own attempts to connect lie ever further apart.
+            pool.connection(self._patience) as conn,
             Patience(conn, self._command_timeout) as patience,
         ):
             try:
@@ -233,7 +236,7 @@ class Store:
             max_size=POOL_SIZE,
             open=True,
             timeout=self._timeout,
-            reconnect_timeout=self._timeout,
+            reconnect_timeout=self._patience / 2,
             name="howdah",
             kwargs={"autocommit": True, "prepare_threshold": None, **_KEEPALIVES},
         )
