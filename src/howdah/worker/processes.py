@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -31,6 +30,7 @@ from howdah.context import Context, Sink
 from howdah.errors import InvalidOption
 from howdah.execution import execute, judge
 from howdah.outcome import Aborted, Failed, Outcome, Released
+from howdah.worker.directories import make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,17 +75,14 @@ class ProcessExecutor:
 
         # By then they had their chance: see `_terminate`. What is left to the pool is SIGKILL.
         pebble.CONSTS.term_timeout = 0.05
-        self._directory = Path(tempfile.mkdtemp(prefix="howdah-"))
-        address = str(self._directory / "reports")
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(address)
+        self._directory, self._socket = make_directory()
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._receive)
         return pebble.ProcessPool(
             max_workers=self._size,
             context=multiprocessing.get_context("spawn"),
             initializer=_begin_child,
-            initargs=(address,),
+            initargs=(self._socket.getsockname(),),
         )
 
     def _receive(self) -> None:
