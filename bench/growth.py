@@ -185,13 +185,13 @@ class Growth:
                 self._drop([state])
 
     def _idle(self) -> None:
-        state = self._make("growth-idle", 0)
         for number in range(1, self.rounds + 1):
+            state = self._make("growth-idle", 0)  # those of the last round may be registered still
             figures = growing.idle(
                 self.stage, HOWDAH, state.database, IDLE, IDLE_PROCESSES, self.seconds
             )
             self._record(f"growth-idle-{IDLE}", "howdah", number, figures, {})
-        self._drop([state])
+            self._drop([state])
 
     # ── states ────────────────────────────────────────────────────────────────────────────────────
 
