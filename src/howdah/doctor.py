@@ -13,7 +13,7 @@ import psycopg
 from howdah import sql
 from howdah.errors import counted, did_you_mean
 from howdah.insight import ALIVE, describe
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,7 +20,8 @@ from howdah.errors import (
     PayloadTooLarge,
     SchemaMissing,
 )
-from howdah.statements import Statement, quote_schema
+from howdah.names import quote_schema
+from howdah.statements import Statement
 
 DATABASE_ERRORS = (
     HowdahError,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from howdah import sql
 from howdah.errors import InvalidOption, did_you_mean
 from howdah.migrate import Query, Script, as_owner, begin, literal
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 from howdah.where import check_text
 
 KINDS = ("producer", "worker", "observer", "administrator")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from howdah.errors import JobNotFound, counted, did_you_mean
 from howdah.model import Job, Status
-from howdah.statements import Statement, Statements, quote_schema
+from howdah.names import quote_schema
+from howdah.statements import Statement, Statements
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,15 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import psycopg
 from psycopg.rows import tuple_row
 
 from howdah import sql
 from howdah.errors import SchemaMissing, SchemaOutdated, SchemaTooNew
+from howdah.names import quote_schema
 from howdah.sql import Migration
-from howdah.statements import Rows, quote_schema
+
+if TYPE_CHECKING:
+    from howdah.statements import Rows
 
 T = TypeVar("T")
 

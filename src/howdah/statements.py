@@ -2,8 +2,7 @@
 the rows. The sync and the async client, and callers' own connections, all run these and nothing else.
 
 A statement and the SQL function behind it share one name. Placeholders are `$1`, so one text serves
-asyncpg and psycopg; every parameter is cast, so no driver has to guess.
-"""
+asyncpg and psycopg; every parameter is cast, so no driver has to guess."""
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from howdah import lines, payload
-from howdah.errors import InvalidOption
 from howdah.model import Event, Handle, Job, Status
-from howdah.where import check_text
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
@@ -23,9 +21,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[Sequence[Any]]
 
-LONG_TIMEOUT = 3600.0
-"""Seconds for what may go through the whole history."""
-SCHEMA_NAME_LIMIT = 48  # a channel's name is the schema's and a suffix, and PostgreSQL cuts at 63
+LONG_TIMEOUT = 3600.0  # seconds, for what may go through the whole history
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +65,6 @@ class Filters:
     worker_id: str | None = None
     data: str | None = None
     before: UUID | None = None
-
-
-def quote_schema(schema: str) -> str:
-    """The schema's name as an identifier. Refuses what would not be a sensible name."""
-    if not isinstance(schema, str) or not schema:
-        raise InvalidOption(f"{schema!r:.100} is not a schema name.")
-    if len(check_text(schema).encode()) > SCHEMA_NAME_LIMIT or schema.startswith("pg_"):
-        raise InvalidOption(
-            f'"{schema[:100]}" cannot be a schema name: it must not begin with pg_ '
-            f"and be at most {SCHEMA_NAME_LIMIT} bytes long."
-        )
-    return '"' + schema.replace('"', '""') + '"'
 
 
 _COLUMNS = (

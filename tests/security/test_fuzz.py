@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from howdah import HowdahError, JobQueue, NewJob
 from howdah.cli import SECTIONS, main
 from howdah.errors import InvalidOption
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 from howdah.where import parse_condition
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import psycopg
 
 from howdah import migrate
 from howdah.errors import HowdahError
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

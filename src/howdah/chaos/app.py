@@ -18,8 +18,8 @@ from howdah.app import App
 from howdah.chaos import ledger, watched
 from howdah.chaos.crew import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.context import Context, current
+from howdah.names import quote_schema
 from howdah.retry import Retry
-from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

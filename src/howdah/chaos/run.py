@@ -21,8 +21,8 @@ from howdah.chaos.history import Database, History, Row
 from howdah.chaos.producer import PRIORITIES
 from howdah.chaos.scenario import Fault, Scenario, Stage
 from howdah.chaos.scenarios import Mixed
+from howdah.names import quote_schema
 from howdah.queue import JobQueue
-from howdah.statements import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ from howdah.chaos.scenarios import FaultPoints, KillWorkers, Mixed, PauseWorkers
 from howdah.cli.options import connect, json_option, resolve_url, unreachable
 from howdah.cli.stopping import ignore_stops, stoppable
 from howdah.errors import HowdahError
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ from howdah.cli.session import queue_command
 from howdah.cli.values import Duration, Name
 from howdah.errors import DatabaseUnreachable, counted
 from howdah.insight import describe
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 from howdah.tailing import LIMIT, Tail
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from howdah.cli.values import Misuse
 from howdah.doctor import Doctor
 from howdah.errors import InvalidOption, counted
 from howdah.insight import describe
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ import psycopg
 from howdah import config, grants, migrate, sql
 from howdah.cli.options import connect, database_options, json_option, resolve_url, unreachable
 from howdah.errors import HowdahError, InvalidOption, SchemaTooNew
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     from howdah.sql import Migration

@@ -29,8 +29,9 @@ from howdah.errors import (
     SchemaMissing,
 )
 from howdah.insight import Insight
+from howdah.names import quote_schema
 from howdah.search import Search
-from howdah.statements import Statement, quote_schema
+from howdah.statements import Statement
 from howdah.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:

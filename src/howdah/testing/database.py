@@ -17,7 +17,7 @@ import psycopg
 from howdah import config, migrate
 from howdah.embedded import EmbeddedServer
 from howdah.errors import HowdahError
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

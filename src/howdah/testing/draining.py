@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from howdah import checks
 from howdah.errors import HowdahError
+from howdah.names import quote_schema
 from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
@@ -24,7 +25,7 @@ from howdah.outcome import (
     Released,
     Settled,
 )
-from howdah.statements import Statement, quote_schema
+from howdah.statements import Statement
 from howdah.testing import running
 
 if TYPE_CHECKING:

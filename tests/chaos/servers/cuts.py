@@ -11,7 +11,7 @@ import psycopg
 from gate import CUTS
 
 from children import until
-from howdah.statements import quote_schema
+from howdah.names import quote_schema
 
 if TYPE_CHECKING:
     import random
