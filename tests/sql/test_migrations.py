@@ -55,6 +55,22 @@ def test_migrating_twice_does_nothing_the_second_time(conn: Connection) -> None:
     assert migrate.migrate(conn, "howdah") == []
 
 
+def test_no_index_depends_on_how_the_operating_system_sorts_text(conn: Connection) -> None:
+    migrate.migrate(conn, "howdah")
+    found = rows(
+        conn,
+        """
+        SELECT i.indexrelid::regclass::text AS index, i.indcollation[0]::regcollation::text AS collation
+        FROM pg_index AS i
+        JOIN pg_class AS c ON c.oid = i.indexrelid
+        WHERE c.relnamespace = 'howdah'::regnamespace AND EXISTS (
+            SELECT FROM unnest(i.indcollation) AS used (oid)
+            WHERE used.oid NOT IN (0, '"C"'::regcollation))
+        """,
+    )
+    assert found == []
+
+
 def test_the_script_for_those_who_migrate_by_other_means_makes_the_same_schema(
     conn: Connection,
 ) -> None:

@@ -2,9 +2,9 @@
 -- heartbeat, so nobody ever has to count finished jobs.
 CREATE TABLE throughput (
     bucket      timestamptz NOT NULL,
-    worker_id   text        NOT NULL,
-    queue       text        NOT NULL,
-    job_type    text        NOT NULL,
+    worker_id   text        COLLATE "C" NOT NULL,
+    queue       text        COLLATE "C" NOT NULL,
+    job_type    text        COLLATE "C" NOT NULL,
     completed   int         NOT NULL DEFAULT 0,
     failed      int         NOT NULL DEFAULT 0,
     retried     int         NOT NULL DEFAULT 0,
