@@ -8,6 +8,8 @@ import contextlib
 import contextvars
 import queue
 import threading
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from howdah.execution import execute, judge
@@ -35,6 +37,8 @@ class ThreadExecutor:
         self._patience = patience
         self.busy = 0
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+        self._ended: deque[Callable[[], None]] = deque()
+        self._called = False
 
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -49,14 +53,21 @@ class ThreadExecutor:
 
         def work() -> None:
             outcome = execute(task, context)
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                loop.call_soon_threadsafe(deliver, outcome)
+            self._ended.append(partial(deliver, outcome))
+            if not self._called:
+                self._called = True
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the loop was closed: nobody waits any more
+                    loop.call_soon_threadsafe(self._deliver)
 
         self.busy += 1
         inbox.put(work)
         limit = task.options.timeout
         try:
-            async with asyncio.timeout(None if limit is None else limit + self._patience):
+            if limit is None:
+                return await future
+            async with asyncio.timeout(limit + self._patience):
                 return await future
         except TimeoutError:
             context.abort = "timeout"
@@ -64,6 +75,12 @@ class ThreadExecutor:
             if context.abort is None:
                 raise
         return judge(task, context, Aborted(context.abort))
+
+    def _deliver(self) -> None:
+        """All that has ended: threads that end at the same time wake the loop once."""
+        self._called = False  # first: what ends from here on calls again
+        while self._ended:
+            self._ended.popleft()()
 
     def _spawn(self) -> queue.SimpleQueue[Callable[[], None]]:
         inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
