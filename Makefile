@@ -70,7 +70,7 @@ system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has 
 	  $(PY) -m pytest $(PARALLEL) tests/sql --pg-bin "$$directory"; \
 	fi
 
-bench: $(INSTALLED) ## Measure against the peers for half an hour and write docs/benchmarks.md; ARGS="--peers howdah,saq"
+bench: $(INSTALLED) ## Measure against the peers for about an hour and write docs/benchmarks.md; ARGS="--peers howdah,saq"
 	$(PY) -m bench $(ARGS)
 
 bench-growth: $(INSTALLED) ## Measure queues of millions of jobs, for about 25 minutes; ARGS="--scale 0.01" for a minute

@@ -91,16 +91,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="after which each workload has but one round more; 26, or 2 if quick",
+        help="after which each workload has but one round more; 90, or 2 if quick",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of jobs")
-    parser.add_argument(
-        "--steady", type=float, default=60.0, help="seconds of it; slow peers get a quarter"
-    )
+    parser.add_argument("--steady", type=float, default=60.0, help="seconds of it")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.minutes is None:
-        options.minutes = 2.0 if options.quick else 26.0
+        options.minutes = 2.0 if options.quick else 90.0
     return options
 
 

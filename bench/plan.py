@@ -52,8 +52,6 @@ class Workload:
     quick: bool = False
     also: tuple[str, ...] = ()
     """What else it records."""
-    rounds: int = 99
-    """At most."""
 
 
 def _drain(run: Run, peer: Peer) -> Outcome:
@@ -116,8 +114,7 @@ def _enqueue(name: str, factor: float, how: str, **options: int) -> Workload:
 
 
 def _steady(run: Run, peer: Peer) -> Outcome:
-    seconds = run.steady if "payload" in peer.takes else run.steady / 4
-    return {"steady": workloads.steady(run.stage, peer, seconds)}
+    return {"steady": workloads.steady(run.stage, peer, run.steady)}
 
 
 def _progress(run: Run, peer: Peer) -> Outcome:
@@ -140,7 +137,7 @@ WORKLOADS = [
     Workload("drain-io", _drain_as("io", 0.5), optional=True),
     Workload("drain-thread", _drain_as("thread", 0.5), optional=True),
     Workload("drain-process", _drain_as("process", 0.1), optional=True),
-    Workload("steady", _steady, optional=True, rounds=1),
+    Workload("steady", _steady, optional=True),
     *(
         Workload(name, _pickup_loaded(name, how), optional=True)
         for name, how in (("pickup-loaded", "single"), ("pickup-loaded-commit", "transaction"))
@@ -163,7 +160,7 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
         for name in (workload.name, *workload.also):
             results.forget(name)
         taking_part = [peer for peer in peers if _takes_part(peer, workload)]
-        for number in range(1, min(options.rounds, workload.rounds) + 1):
+        for number in range(1, options.rounds + 1):
             rounds += [(workload, peer, number) for peer in taking_part]
     broken: set[tuple[str, str]] = set()
     choices = Choices()
