@@ -100,11 +100,12 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("company", [0, 1])
 @pytest.mark.parametrize("what", REFUSED)
-def test_enqueueing_refuses(conn: Connection, what: str) -> None:
+def test_enqueueing_refuses(conn: Connection, what: str, company: int) -> None:
     fields, constraint = REFUSED[what]
     with pytest.raises(psycopg.errors.CheckViolation) as caught:
-        enqueue(conn, {"job_type": "work", **fields})
+        enqueue(conn, {"job_type": "work", **fields}, *[{"job_type": "work"}] * company)
     assert caught.value.diag.constraint_name == constraint
     assert value(conn, "SELECT count(*) FROM howdah.live_jobs") == 0
 
@@ -134,6 +135,55 @@ def test_a_job_at_the_limit_goes_its_way(conn: Connection, what: str) -> None:
     jobs = claim(conn)
     assert complete(conn, *jobs) == [job_id]
     assert get(conn, job_id).data == ACCEPTED[what].get("data", {})
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "nothing but its type": {},
+    "everything": {
+        "data": {"to": ["alice", None]}, "queue": "mail", "priority": 150, "max_attempts": 7,
+        "ordering_key": "k", "request_id": "r", "traceparent": "t", "keep": "2 days",
+    },
+    "nulls": dict.fromkeys((
+        "id", "data", "queue", "priority", "run_at", "delay", "max_attempts", "idempotency_key",
+        "ordering_key", "request_id", "traceparent", "keep")),
+    "a due time": {"run_at": "2100-01-01 00:00+00"},
+    "numbers as text": {"priority": "30", "max_attempts": "2"},
+    "data that are no object": {"data": [1, "two", False]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_a_job_is_the_same_alone_and_in_company(conn: Connection, what: str) -> None:
+    job = {"job_type": "work", **ALIKE[what]}
+    answers = (
+        "SELECT to_jsonb(j) - '{id,seq,run_at,created_at}'::text[] AS fields,"
+        " greatest(run_at, created_at + '1 hour') - created_at AS delay FROM howdah.live_jobs AS j"
+        " WHERE id = %s"
+    )
+    with conn.transaction(force_rollback=True):
+        (first,) = rows(conn, answers, enqueue(conn, job)[0])
+    with conn.transaction(force_rollback=True):
+        (second,) = rows(conn, answers, enqueue(conn, job, {"job_type": "other"})[0])
+    assert first.fields == second.fields
+    assert first.fields["job_type"] == "work"
+    assert abs(first.delay - second.delay).total_seconds() < 60
+
+
+@pytest.mark.parametrize("jobs", [[5], [None], {"job_type": "work"}, ["work"]])
+def test_what_is_no_array_of_jobs_is_refused(conn: Connection, jobs: Any) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        conn.execute("SELECT howdah.enqueue_jobs(%s)", (json.dumps(jobs),))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_id_that_is_taken_is_not_new(conn: Connection, number: int) -> None:
+    jobs = [
+        {"job_type": "work", "id": f"00000000-0000-7000-8000-00000000000{n}"} for n in range(number)
+    ]
+    ask = "SELECT is_new FROM howdah.enqueue_jobs(%s)"
+    assert [row.is_new for row in rows(conn, ask, json.dumps(jobs))] == [True] * number
+    assert [row.is_new for row in rows(conn, ask, json.dumps(jobs))] == [False] * number
+    assert len(claim(conn)) == number
 
 
 def test_one_bad_job_refuses_the_whole_batch(conn: Connection) -> None:

@@ -80,7 +80,7 @@ BEGIN
     END LOOP;
 END $$;
 
-CREATE FUNCTION check_claim(p_worker_id text, p_batch_size int, p_lease interval) RETURNS void
+CREATE FUNCTION check_claim(p_worker_id text, p_batch_size int, p_lease interval) RETURNS int
 LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT
 AS $$
 BEGIN
@@ -96,6 +96,7 @@ BEGIN
         RAISE EXCEPTION 'p_lease is %: it must be positive and at most 30 days', p_lease
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
+    RETURN p_batch_size;
 END $$;
 
 -- When the first job of these lanes that comes due after p_after will be: no worker sleeps past it.

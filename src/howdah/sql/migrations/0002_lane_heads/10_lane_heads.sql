@@ -65,15 +65,16 @@ AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_lease_id uuid := gen_random_uuid();
-    v_left int := p_batch_size;
+    v_left int := check_claim(p_worker_id, p_batch_size, p_lease);
     v_taken int;
     v_lane record;
     v_head timestamptz;
-    -- An array is searched from its beginning, for every lane: of many types an object is made.
-    v_types jsonb := CASE WHEN cardinality(p_job_types) > 20
-                          THEN (SELECT jsonb_object_agg(t, 1) FROM unnest(p_job_types) AS t) END;
+    v_types jsonb;
 BEGIN
-    PERFORM check_claim(p_worker_id, p_batch_size, p_lease);
+    IF cardinality(p_job_types) > 20 THEN
+        -- An array is searched from its beginning, for every lane: of many types an object is made.
+        v_types := (SELECT jsonb_object_agg(t, 1) FROM unnest(p_job_types) AS t);
+    END IF;
     FOR v_lane IN
         SELECT l.queue, l.job_type, l.priority, l.head_at, first.run_at AS first_seen
         FROM lanes AS l
