@@ -56,9 +56,8 @@ class ThreadExecutor:
             self._ended.append(partial(deliver, outcome))
             if not self._called:
                 self._called = True
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the loop was closed: nobody waits any more
+                # An error says that the loop was closed: nobody waits any more.
+                with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._deliver)
 
         self.busy += 1
