@@ -60,7 +60,7 @@ class FaultPoints(Scenario):
     every = 4.0
     least = 30.0
     at_once = 2
-    tries = 3
+    tries = 6
     _drawn: frozenset[str] = frozenset()
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
