@@ -117,7 +117,8 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...], str]] = {
     "steady": (
         "Steady state",
         "One process enqueues, another works, for so many seconds and with about 5,000 jobs waiting, or fewer "
-        "for those who would be busy with them for long. Sizes are those at the end, when all jobs are done. Howdah, PgQueuer, oban-py and procrastinate keep history of jobs, "
+        "for those who would be busy with them for long. Sizes are those at the end, when all jobs are done. "
+        "Howdah, PgQueuer, oban-py and procrastinate keep history of jobs, "
         "Graphile Worker does not.",
         (
             JOBS,

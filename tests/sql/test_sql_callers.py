@@ -147,6 +147,7 @@ ALIKE: dict[str, dict[str, Any]] = {
         "id", "data", "queue", "priority", "run_at", "delay", "max_attempts", "idempotency_key",
         "ordering_key", "request_id", "traceparent", "keep")),
     "a due time": {"run_at": "2100-01-01 00:00+00"},
+    "a delay": {"delay": 86_400.5},
     "numbers as text": {"priority": "30", "max_attempts": "2"},
     "data that are no object": {"data": [1, "two", False]},
 }  # fmt: skip

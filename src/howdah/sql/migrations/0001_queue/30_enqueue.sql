@@ -69,12 +69,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN false;
     END IF;
-    IF NOT EXISTS (
-        SELECT FROM lanes AS l
-        WHERE l.queue = v_new.queue AND l.job_type = v_new.job_type AND l.priority = v_new.priority)
-    THEN
-        PERFORM add_lane(v_new.queue, v_new.job_type, v_new.priority);
-    END IF;
+    PERFORM add_lane(v_new.queue, v_new.job_type, v_new.priority);
     PERFORM wake_workers(jsonb_build_array(jsonb_build_array(
         v_new.queue, v_new.job_type, extract(epoch FROM v_new.run_at), v_new.priority)));
     RETURN true;

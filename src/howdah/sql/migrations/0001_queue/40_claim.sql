@@ -80,6 +80,7 @@ BEGIN
     END LOOP;
 END $$;
 
+-- Refuses a claim that makes no sense. Gives the size of the batch, so that it can stand in an expression.
 CREATE FUNCTION check_claim(p_worker_id text, p_batch_size int, p_lease interval) RETURNS int
 LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT
 AS $$
