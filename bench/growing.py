@@ -15,7 +15,7 @@ from bench import howdah_checks
 from bench.launch import AdapterError
 from bench.results import percentile
 from bench.services import cpu_seconds
-from howdah.worker_statements import WorkerStatements
+from howdah.protocol.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
     from bench.launch import AdapterProcess

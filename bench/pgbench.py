@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bench import howdah_checks, workloads
 from bench.launch import AdapterError
-from howdah.worker_statements import WorkerStatements
+from howdah.protocol.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
     from bench.peers import Peer

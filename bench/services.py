@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 import asyncpg
 
-from howdah.binaries import find_binaries
 from howdah.embedded import EmbeddedServer
+from howdah.embedded.binaries import find_binaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def _howdah_session(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None]]]:
-    from howdah.config import normalise_url
+    from howdah.encoding.database_url import normalise_url
     from howdah.testing.database import session_schema, session_server
 
     def setting(name: str) -> str:

@@ -12,8 +12,8 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from howdah.arguments import Arguments
 from howdah.context import Context
+from howdah.encoding.arguments import Arguments
 from howdah.errors import InvalidJob
 
 

@@ -6,7 +6,7 @@ import asyncpg.connect_utils
 import psycopg.conninfo
 import pytest
 
-from howdah import config
+from howdah.encoding import database_url
 from howdah.errors import InvalidOption
 
 
@@ -21,7 +21,7 @@ from howdah.errors import InvalidOption
     ],
 )
 def test_the_argument_goes_before_the_environment(argument, environ, expected):
-    assert config.database_url(argument, environ) == expected
+    assert database_url.database_url(argument, environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_argument_goes_before_the_environment(argument, environ, expected):
     ],
 )
 def test_every_form_of_a_url_becomes_the_one_that_both_drivers_take(url, expected):
-    assert config.normalise_url(url) == expected
+    assert database_url.normalise_url(url) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_every_form_of_a_url_becomes_the_one_that_both_drivers_take(url, expecte
     ],
 )
 def test_both_drivers_read_the_same_from_a_normalised_url(url):
-    normal = config.normalise_url(url)
+    normal = database_url.normalise_url(url)
     libpq = psycopg.conninfo.conninfo_to_dict(normal)
     parse = asyncpg.connect_utils._parse_connect_dsn_and_args
     nothing = dict.fromkeys(inspect.signature(parse).parameters)
@@ -85,7 +85,7 @@ def test_another_url_is_refused_without_showing_a_password(url, found):
     with pytest.raises(
         InvalidOption, match=r"the database URL begins with .* write it as"
     ) as caught:
-        config.normalise_url(url)
+        database_url.normalise_url(url)
     assert found in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -102,9 +102,9 @@ def test_another_url_is_refused_without_showing_a_password(url, found):
     ],
 )
 def test_an_embedded_server_can_be_asked_for_by_url(url, is_embedded, directory):
-    assert config.is_embedded(url) is is_embedded
+    assert database_url.is_embedded(url) is is_embedded
     if is_embedded:
-        assert config.embedded_directory(url) == directory
+        assert database_url.embedded_directory(url) == directory
 
 
 @pytest.mark.parametrize(
@@ -118,17 +118,17 @@ def test_an_embedded_server_can_be_asked_for_by_url(url, is_embedded, directory)
     ],
 )
 def test_messages_name_the_host_and_the_database_and_no_password(url, expected):
-    assert config.host_and_database(url) == expected
-    assert config.redact(url) == f'database "{expected[1]}" at {expected[0]}'
+    assert database_url.host_and_database(url) == expected
+    assert database_url.redact(url) == f'database "{expected[1]}" at {expected[0]}'
 
 
 @pytest.mark.parametrize("special", "?#@")
 def test_half_a_password_is_never_taken_for_a_host(special):
     url = f"postgresql://user:first{special}second@db.example.com/shop"
     with pytest.raises(InvalidOption, match="special characters in the password percent-encoded"):
-        config.normalise_url(url)
+        database_url.normalise_url(url)
 
 
 def test_an_at_sign_in_an_option_is_none_of_the_password():
     url = "postgresql://db.example.com/shop?user=a@b"
-    assert config.normalise_url(url) == url
+    assert database_url.normalise_url(url) == url

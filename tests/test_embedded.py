@@ -20,9 +20,10 @@ import psycopg
 import pytest
 
 import howdah
-from howdah import binaries, embedded
-from howdah.binaries import Account, Binaries, find_binaries
-from howdah.embedded import EmbeddedServer, find_directory, resolve_url
+from howdah.embedded import EmbeddedServer, binaries, resolve_url
+from howdah.embedded import server as embedded_server
+from howdah.embedded.binaries import Account, Binaries, find_binaries
+from howdah.embedded.server import find_directory
 from howdah.errors import EmbeddedServerError, NoDatabase
 
 FAST = {"fsync": "off", "shared_buffers": "16MB"}
@@ -235,7 +236,7 @@ class TestStarting:
         assert fresh.start()
 
     def test_a_large_log_is_put_aside(self, server, monkeypatch):
-        monkeypatch.setattr(embedded, "LOG_LIMIT", 10)
+        monkeypatch.setattr(embedded_server, "LOG_LIMIT", 10)
         server.start()
         assert (server.directory / "server.log.1").stat().st_size > 10
 

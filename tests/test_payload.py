@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import emptied
 from howdah import AsyncJobQueue, InvalidJob, InvalidOption, JobQueue, NewJob, PayloadTooLarge
-from howdah import payload as bounds
+from howdah.encoding import payload as bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,7 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 import psycopg
 import pytest
 
-from howdah import App, AsyncJobQueue, JobQueue, Status, Worker, listener
+from howdah import App, AsyncJobQueue, JobQueue, Status, Worker
+from howdah.database import listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -35,7 +35,7 @@ from howdah import (
     NotClaimed,
     Status,
 )
-from howdah.new_jobs import CHUNK
+from howdah.protocol.new_jobs import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

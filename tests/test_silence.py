@@ -15,10 +15,10 @@ import pytest
 
 import emptied
 from howdah import AsyncJobQueue, DatabaseUnreachable, JobQueue
-from howdah.async_store import AsyncStore
-from howdah.drivers import COMMAND_TIMEOUT, TIMEOUT
-from howdah.statements import LONG_TIMEOUT, Statement, Statements
-from howdah.store import Store
+from howdah.database.async_store import AsyncStore
+from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
+from howdah.database.store import Store
+from howdah.protocol.statements import LONG_TIMEOUT, Statement, Statements
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -29,13 +29,13 @@ from howdah import (
     JobQueue,
     LeaseLost,
     SchemaMissing,
-    async_store,
 )
-from howdah.async_store import AT_HAND, AsyncStore
-from howdah.drivers import POOL_SIZE, TIMEOUT
+from howdah.database import async_store
+from howdah.database.async_store import AT_HAND, AsyncStore
+from howdah.database.driver_errors import POOL_SIZE, TIMEOUT
+from howdah.database.store import Store, _stores
 from howdah.embedded import EmbeddedServer
-from howdah.statements import Statement
-from howdah.store import Store, _stores
+from howdah.protocol.statements import Statement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

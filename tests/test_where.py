@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from howdah import InvalidOption
-from howdah.where import any_of, conjunction, parse_condition, parse_duration, parse_value
+from howdah.insight.filters import any_of, conjunction, parse_condition, parse_duration, parse_value
 
 
 @pytest.mark.parametrize(

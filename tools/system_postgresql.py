@@ -5,7 +5,7 @@ The oldest, since it is furthest from the embedded one. Prints nothing where the
 
 from __future__ import annotations
 
-from howdah.binaries import OLDEST_VERSION, Binaries, _system_directories
+from howdah.embedded.binaries import OLDEST_VERSION, Binaries, _system_directories
 
 
 def main() -> None:

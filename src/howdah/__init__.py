@@ -30,6 +30,7 @@ from howdah.errors import (
     TaskInFlight,
     UnknownTask,
 )
+from howdah.execution.watch import Change
 from howdah.hooks import StateChange
 from howdah.model import (
     BACKFILL,
@@ -47,7 +48,6 @@ from howdah.outcome import Aborted, Cancel, Fail, Snooze
 from howdah.queue import JobQueue
 from howdah.retry import Retry
 from howdah.task import Task, TaskHandle
-from howdah.watching import Change
 from howdah.worker import Worker
 
 __version__ = "0.1.0"

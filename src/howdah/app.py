@@ -16,14 +16,16 @@ from typing import (
     overload,
 )
 
-from howdah import checks, payload
 from howdah.async_queue import AsyncJobQueue
+from howdah.encoding import payload, validation
 from howdah.errors import (
     DuplicateTask,
     UnknownTask,
 )
+from howdah.execution.watch import Watcher, background
 from howdah.model import DISCOVERED, Handle, Job, JobRef, NewJob, Seconds, Status
-from howdah.operations import to_id
+from howdah.protocol.operations import to_id
+from howdah.protocol.worker_statements import WorkerStatements
 from howdah.queue import JobQueue
 from howdah.retry import Delay, Retry, to_retry
 from howdah.task import (
@@ -36,8 +38,6 @@ from howdah.task import (
     place_of,
     task_options,
 )
-from howdah.watching import Watcher, background
-from howdah.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -80,8 +80,8 @@ class App:
         self.database = database
         self.schema = schema
         self.create = create
-        self.lease = checks.to_timedelta(lease, "lease", minimum=0.001)
-        self.idempotency_ttl = checks.to_timedelta(idempotency_ttl, "idempotency_ttl")
+        self.lease = validation.to_timedelta(lease, "lease", minimum=0.001)
+        self.idempotency_ttl = validation.to_timedelta(idempotency_ttl, "idempotency_ttl")
         self.tasks: dict[str, Task[..., Any]] = {}
         self.hooks: list[Hook] = []
         self.middlewares: list[Callable[[Context], Any]] = []
@@ -164,7 +164,7 @@ class App:
     def _register(
         self, function: Callable[..., Any], name: str, options: TaskOptions
     ) -> Task[..., Any]:
-        checks.option(checks.check_name, name, "the task's name")
+        validation.option(validation.check_name, name, "the task's name")
         known = self.tasks.get(name)
         if known is not None and place_of(known.function) != place_of(function):
             raise DuplicateTask(name, place_of(known.function), place_of(function))
@@ -244,12 +244,12 @@ class App:
         return TaskHandle(handle.id, handle.is_new, task)
 
     def _run(self, task: Task[..., Any], job: NewJob) -> Any:
-        from howdah.durable import run
+        from howdah.execution.run_here import run
 
         return run(task, job)
 
     async def _arun(self, task: Task[..., Any], job: NewJob) -> Any:
-        from howdah.durable import arun
+        from howdah.execution.run_here import arun
 
         return await arun(task, job)
 

@@ -8,13 +8,13 @@ import time
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
-from howdah import payload
-from howdah.async_store import AsyncStore
-from howdah.drivers import COMMAND_TIMEOUT, TIMEOUT
-from howdah.enqueuer import Enqueuer
+from howdah.database.async_store import AsyncStore
+from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
+from howdah.encoding import payload
 from howdah.errors import HowdahError, InvalidJob
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
-from howdah.operations import MAINTENANCE_PERIOD, Operations
+from howdah.protocol.enqueue_batcher import Enqueuer
+from howdah.protocol.operations import MAINTENANCE_PERIOD, Operations
 from howdah.queue import JobQueue, blame, report_duties
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from howdah import payload
+from howdah.encoding import payload
 from howdah.errors import HowdahError
 from howdah.model import Claim
 from howdah.outcome import Aborted

@@ -240,6 +240,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def sqlstate(error: BaseException) -> str:
+    """The SQLSTATE of a driver's error, or the empty string."""
+    return getattr(error, "sqlstate", None) or ""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean "x"?` for the nearest known name, else the empty string."""
     near = get_close_matches(name, list(known), n=1)

@@ -8,12 +8,12 @@ import time
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
-from howdah import payload
-from howdah.drivers import COMMAND_TIMEOUT, TIMEOUT, refused_id
+from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT, refused_id
+from howdah.database.store import Store
+from howdah.encoding import payload
 from howdah.errors import HowdahError, InvalidJob, PayloadTooLarge
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
-from howdah.operations import MAINTENANCE_PERIOD, Operations
-from howdah.store import Store
+from howdah.protocol.operations import MAINTENANCE_PERIOD, Operations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, cast
 from uuid import UUID
 
-from howdah import checks, payload
-from howdah.arguments import Arguments, decode_result
 from howdah.context import Context, _current
+from howdah.encoding import payload, validation
+from howdah.encoding.arguments import Arguments, decode_result
 from howdah.errors import InvalidOption, JobCancelled, JobFailed, ResultTimeout
+from howdah.execution.watch import Change, Watcher, background
 from howdah.model import Handle, Job, NewJob, Seconds, Status
-from howdah.new_jobs import InTurn
-from howdah.watching import Change, Watcher, background
+from howdah.protocol.new_jobs import InTurn
 
 if TYPE_CHECKING:
     from howdah.app import App
@@ -251,14 +251,14 @@ def task_options(
         "result_limit": (0, 2**30),
     }
     for option, (low, high) in limits.items():
-        checks.option(checks.check_integer, others[option], option, low, high)
-    checks.option(checks.check_name, others["queue"], "queue")
+        validation.option(validation.check_integer, others[option], option, low, high)
+    validation.option(validation.check_name, others["queue"], "queue")
     if memory_limit is not None:
-        checks.option(checks.check_integer, memory_limit, "memory_limit", 1, 2**62)
+        validation.option(validation.check_integer, memory_limit, "memory_limit", 1, 2**62)
     if timeout is not None:
-        timeout = checks.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
+        timeout = validation.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
     if keep is not None:
-        keep = checks.to_timedelta(keep, "keep")
+        keep = validation.to_timedelta(keep, "keep")
     return TaskOptions(timeout=timeout, keep=keep, memory_limit=memory_limit, **others)
 
 

@@ -12,7 +12,7 @@ from howdah.chaos import app as chaos
 from howdah.chaos.app import app
 from howdah.chaos.crew import EFFECTS
 from howdah.context import Context, current
-from howdah.execution import aexecute
+from howdah.execution.handler import aexecute
 from howdah.outcome import Completed, Outcome
 from howdah.worker import runner
 

@@ -14,7 +14,7 @@ from howdah.chaos.history import History
 from howdah.chaos.ledger import Ledger
 from howdah.chaos.scenario import Scenario
 from howdah.chaos.scenarios import FaultPoints, is_enqueueing
-from howdah.faults import POINTS
+from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:
     from pathlib import Path

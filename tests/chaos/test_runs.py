@@ -15,7 +15,7 @@ from server_faults import SERVER
 
 from howdah.chaos import ledger
 from howdah.chaos.scenarios import WORKERS
-from howdah.faults import POINTS
+from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:
     from pathlib import Path

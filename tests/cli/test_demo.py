@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from howdah.cli.demo import Demo, Story, Voice
+from howdah.cli.commands.demo import Demo, Story, Voice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

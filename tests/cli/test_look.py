@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from howdah.insight import describe
+from howdah.insight.explain import describe
 
 if TYPE_CHECKING:
     from stage import Run, Shop

@@ -267,7 +267,7 @@ def test_logs_of_failures_are_one_json_object_a_line(
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`howdah worker …` in this process, in a directory: for what ends before a worker starts."""
-    monkeypatch.setattr("howdah.cli.worker.set_up_logging", lambda *_, **__: None)
+    monkeypatch.setattr("howdah.cli.commands.worker.set_up_logging", lambda *_, **__: None)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
     def run(*arguments: str, cwd: Path = HERE) -> Result:

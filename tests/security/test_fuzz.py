@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from howdah import HowdahError, JobQueue, NewJob
 from howdah.cli import SECTIONS, main
 from howdah.errors import InvalidOption
-from howdah.names import quote_schema
-from howdah.where import parse_condition
+from howdah.insight.filters import parse_condition
+from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -300,7 +300,7 @@ operands = (
 @fuzz(200)
 @given(text=texts | st.builds(lambda *parts: "".join(parts), columns, operators, operands))
 def test_any_condition_is_understood_or_refused_in_words(fuzzed: Fuzzed, text: str) -> None:
-    from howdah.search import Search
+    from howdah.insight.find import Search
 
     try:
         condition = parse_condition(text)

@@ -10,15 +10,8 @@ import pytest
 from psycopg import sql
 from secured import GRANTS, ROLES, Secured, run, succeed
 
-from howdah import (
-    AsyncJobQueue,
-    JobQueue,
-    NotPermitted,
-    SchemaMissing,
-    SchemaOutdated,
-    grants,
-    migrate,
-)
+from howdah import AsyncJobQueue, JobQueue, NotPermitted, SchemaMissing, SchemaOutdated
+from howdah.database import grants, migrate
 from howdah.errors import InvalidOption
 from howdah.sql import latest_version
 

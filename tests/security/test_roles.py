@@ -13,8 +13,8 @@ import pytest
 from secured import ROLES, Secured, run, succeed
 
 from howdah import App, AsyncJobQueue, JobQueue, NewJob, NotPermitted
-from howdah.lines import COLUMNS
-from howdah.new_jobs import CHUNK
+from howdah.encoding.copy_format import COLUMNS
+from howdah.protocol.new_jobs import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -239,7 +239,7 @@ HOSTILE = [
     "DELETE FROM howdah.finished_jobs_default",
     "TRUNCATE howdah.live_jobs",
     "UPDATE howdah.maintenance SET due_at = 'infinity'",
-    "INSERT INTO howdah.grants VALUES ('worker', current_user)",
+    "INSERT INTO howdah.database.grants VALUES ('worker', current_user)",
     "SELECT howdah.complete_jobs('{}', '{}')",
     "SELECT howdah.finish_jobs('{}', 'completed')",
     "SELECT howdah.tend_leaves()",

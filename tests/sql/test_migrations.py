@@ -12,7 +12,8 @@ from calls import claim, complete, enqueue, expire, fail, maintain, rows, value,
 from processes import at_once
 from psycopg import sql as pgsql
 
-from howdah import AsyncJobQueue, JobQueue, migrate
+from howdah import AsyncJobQueue, JobQueue
+from howdah.database import migrate
 from howdah.errors import InvalidOption, SchemaMissing, SchemaOutdated, SchemaTooNew
 from howdah.sql import latest_version, migrations
 

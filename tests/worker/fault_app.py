@@ -15,7 +15,7 @@ import signal
 import time
 
 from howdah import App, Context, Retry, StateChange
-from howdah.cli import worker as cli
+from howdah.cli.commands import worker as cli
 from howdah.worker import fetcher
 
 app = App(lease=float(os.environ.get("FAULT_APP_LEASE", "30")))

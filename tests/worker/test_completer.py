@@ -6,14 +6,14 @@ import asyncio
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from howdah.async_store import AsyncStore
-from howdah.heartbeat import Heartbeat, Run
+from howdah.database.async_store import AsyncStore
+from howdah.database.store import Store
+from howdah.execution.heartbeat import Heartbeat, Run
 from howdah.hooks import Hooks
 from howdah.outcome import Completed
-from howdah.store import Store
+from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker.completer import Completer
-from howdah.worker.tally import Tally
-from howdah.worker_statements import WorkerStatements
+from howdah.worker.throughput import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable

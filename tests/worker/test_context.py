@@ -15,7 +15,7 @@ from waiting import ended, eventually, lines
 
 import howdah
 from howdah import Aborted, Context, HowdahError, InvalidOption, Retry, Status
-from howdah import heartbeat as heartbeat_module
+from howdah.execution import heartbeat as heartbeat_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -366,8 +366,8 @@ async def test_a_direct_call_has_no_lease_to_complete_under() -> None:
 async def test_events_wait_for_a_database_that_is_away_for_a_moment(
     app: App, running_worker: RunWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from howdah.database.store import Store
     from howdah.errors import DatabaseUnreachable
-    from howdah.store import Store
 
     away = threading.Event()
     refused = threading.Event()

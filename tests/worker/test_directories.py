@@ -7,7 +7,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from howdah.worker.directories import make_directory
+from howdah.worker.process_directory import make_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CHILD = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from howdah.worker.directories import make_directory
+from howdah.worker.process_directory import make_directory
 kept = make_directory()
 print(kept[0], flush=True)
 time.sleep(3600)

@@ -353,7 +353,7 @@ def test_a_run_whose_claim_was_never_heard_of_is_repeated_under_the_same_lease(
     def repeated(ctx: Context) -> int:
         return ctx.attempt
 
-    fetch = howdah.store._fetch  # type: ignore[attr-defined]
+    fetch = howdah.database.store._fetch  # type: ignore[attr-defined]
     broken: list[bool] = []
 
     def lose_the_answer(conn: Any, statement: Any, again: bool) -> Any:
@@ -363,7 +363,7 @@ def test_a_run_whose_claim_was_never_heard_of_is_repeated_under_the_same_lease(
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         return rows
 
-    monkeypatch.setattr("howdah.store._fetch", lose_the_answer)
+    monkeypatch.setattr("howdah.database.store._fetch", lose_the_answer)
     assert repeated.run() == 1
     assert broken
     assert len(sync_app.find(job_type="repeated")) == 1

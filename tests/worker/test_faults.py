@@ -14,7 +14,7 @@ import pytest
 
 from children import Children, all_ended, is_alive, offspring, until
 from howdah import JobQueue, NewJob
-from howdah.faults import POINTS
+from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,8 +16,8 @@ from waiting import eventually
 
 from children import Children, all_ended, until
 from howdah import Context, NewJob
+from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker import fetcher
-from howdah.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,7 +155,7 @@ async def test_without_notifications_polling_finds_the_jobs(
     conn: psycopg.Connection[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("howdah.listener.Listener.start", lambda listener: None)
+    monkeypatch.setattr("howdah.database.listener.Listener.start", lambda listener: None)
     monkeypatch.setattr(fetcher, "POLL", 0.2)
     add_nap(app)
     async with running_worker(app):
@@ -395,16 +395,17 @@ async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do
 async def test_a_worker_of_which_a_part_broke_ends_with_the_error(
     app: App, conn: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    from howdah import Worker, faults
+    from howdah import Worker
+    from howdah.execution import fault_points
 
     def break_down() -> None:
-        raise faults.InjectedFault(point)
+        raise fault_points.InjectedFault(point)
 
-    monkeypatch.setitem(faults._hooks, point, break_down)
+    monkeypatch.setitem(fault_points._hooks, point, break_down)
     add_nap(app)
     await app.aqueue.enqueue("nap")
     worker = Worker(app, concurrency=2, grace=1)
-    with pytest.raises(faults.InjectedFault, match=point):
+    with pytest.raises(fault_points.InjectedFault, match=point):
         await asyncio.wait_for(worker.run(), 120)
     assert conn.execute("SELECT count(*) FROM howdah.workers").fetchone() == (0,)
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("howdah-slot")]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from howdah.heartbeat import SUSPICION, Heartbeat, Run
-from howdah.store import Store
-from howdah.worker_statements import WorkerStatements
+from howdah.database.store import Store
+from howdah.execution.heartbeat import SUSPICION, Heartbeat, Run
+from howdah.protocol.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from howdah import JobQueue
-    from howdah.statements import Statement
+    from howdah.protocol.statements import Statement
 
 LEASE = timedelta(seconds=30)
 

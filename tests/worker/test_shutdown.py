@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from children import Child, Children, all_ended, is_alive, offspring, until
-from howdah.listener import Listener
+from howdah.database.listener import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

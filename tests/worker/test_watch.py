@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from waiting import eventually
 
-from howdah import (
-    Context,
-    JobCancelled,
-    JobFailed,
-    JobNotFound,
-    ResultTimeout,
-    Retry,
-    Status,
-    listener,
-    watching,
-)
+from howdah import Context, JobCancelled, JobFailed, JobNotFound, ResultTimeout, Retry, Status
+from howdah.database import listener
+from howdah.execution import watch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -130,7 +122,7 @@ async def test_a_watcher_follows_a_job_through_its_retries(
 async def test_notifications_make_a_watcher_quick(
     stepping: Any, gate: Gate, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "POLL", 3600.0)
+    monkeypatch.setattr(watch, "POLL", 3600.0)
     handle = await stepping.aenqueue()
     changes = handle.awatch()
     async for change in changes:
@@ -144,8 +136,8 @@ async def test_notifications_make_a_watcher_quick(
 async def test_polling_covers_for_lost_notifications(
     stepping: Any, gate: Gate, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "POLL", 0.05)
-    monkeypatch.setattr(watching.Watcher, "_tell", lambda self, payload: None)
+    monkeypatch.setattr(watch, "POLL", 0.05)
+    monkeypatch.setattr(watch.Watcher, "_tell", lambda self, payload: None)
     gate.release.set()
     handle = await stepping.aenqueue()
     assert steps(await asyncio.wait_for(follow(handle), 120)) == [1, 2, 3, 4, 5, 6, 7]
@@ -159,7 +151,7 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
     connect: Callable[..., psycopg.Connection[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watching, "POLL", 3600.0)
+    monkeypatch.setattr(watch, "POLL", 3600.0)
     monkeypatch.setattr(listener, "PING_PERIOD", 3600.0)  # it must notice by itself
     handle = await stepping.aenqueue()
     following = asyncio.create_task(follow(handle))

@@ -19,7 +19,7 @@ from howdah.async_queue import AsyncJobQueue
 from howdah.bench import tasks
 from howdah.bench.figures import CALLERS, Figures, Latency, Rate, Server, milliseconds
 from howdah.errors import HowdahError
-from howdah.names import quote_schema
+from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from howdah import migrate
+from howdah.database import migrate
 from howdah.errors import HowdahError
-from howdah.names import quote_schema
+from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ from howdah.app import App
 from howdah.chaos import ledger, watched
 from howdah.chaos.crew import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.context import Context, current
-from howdah.names import quote_schema
+from howdah.protocol.schema_name import quote_schema
 from howdah.retry import Retry
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from howdah.chaos.history import Database, History, Row
 from howdah.chaos.producer import PRIORITIES
 from howdah.chaos.scenario import Fault, Scenario, Stage
 from howdah.chaos.scenarios import Mixed
-from howdah.names import quote_schema
+from howdah.protocol.schema_name import quote_schema
 from howdah.queue import JobQueue
 
 if TYPE_CHECKING:

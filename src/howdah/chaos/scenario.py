@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from howdah.chaos import hits
-from howdah.names import quote_schema
+from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from howdah.chaos import hits
 from howdah.chaos.scenario import Fault, Scenario, Stage
-from howdah.faults import POINTS
+from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -8,16 +8,16 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from howdah import async_queue, queue
-from howdah.async_store import AsyncStore
+from howdah.database.async_store import AsyncStore
+from howdah.database.store import Store
 from howdah.errors import DatabaseUnreachable, LeaseLost
-from howdah.store import Store
 from howdah.worker import runner
 
 if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.chaos.ledger import Ledger
-    from howdah.statements import Statement
+    from howdah.protocol.statements import Statement
 
 T = TypeVar("T")
 

@@ -12,29 +12,34 @@ from typing import Any
 import click
 
 from howdah import __version__
-from howdah.cli.bench import bench_command
-from howdah.cli.chaos import chaos_command
-from howdah.cli.db import db
-from howdah.cli.demo import demo
-from howdah.cli.dev import dev_command
-from howdah.cli.enqueue import enqueue_command
-from howdah.cli.follow import wait_command, watch_command
-from howdah.cli.jobs import jobs_command, show_command
-from howdah.cli.live import tail_command, top_command
-from howdah.cli.look import doctor_command, explain_command, queues_command, workers_command
-from howdah.cli.migrate import migrate_command
-from howdah.cli.operate import (
+from howdah.cli.commands.bench import bench_command
+from howdah.cli.commands.chaos import chaos_command
+from howdah.cli.commands.db import db
+from howdah.cli.commands.demo import demo
+from howdah.cli.commands.dev import dev_command
+from howdah.cli.commands.enqueue import enqueue_command
+from howdah.cli.commands.follow import wait_command, watch_command
+from howdah.cli.commands.jobs import jobs_command, show_command
+from howdah.cli.commands.live import tail_command, top_command
+from howdah.cli.commands.look import (
+    doctor_command,
+    explain_command,
+    queues_command,
+    workers_command,
+)
+from howdah.cli.commands.migrate import migrate_command
+from howdah.cli.commands.operate import (
     cancel_command,
     clear_command,
     recover_command,
     retry_command,
     rm_command,
 )
+from howdah.cli.commands.skill import skill
+from howdah.cli.commands.worker import worker_command
 from howdah.cli.output import clean
-from howdah.cli.skill import skill
-from howdah.cli.worker import worker_command
 from howdah.errors import DatabaseUnreachable, HowdahError, JobCancelled, JobFailed, JobNotFound
-from howdah.search import AmbiguousId, NoSuchJob
+from howdah.insight.find import AmbiguousId, NoSuchJob
 
 SECTIONS = {
     "Run": (worker_command, dev_command, demo, chaos_command, enqueue_command),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import psycopg
 
-from howdah import config
 from howdah.embedded import resolve_url
+from howdah.encoding import database_url
 from howdah.errors import DatabaseUnreachable
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def connect(url: str) -> psycopg.Connection[Any]:
     except psycopg.OperationalError as error:
         raise unreachable(url, error) from error
     except psycopg.ProgrammingError:
-        raise config.unreadable() from None
+        raise database_url.unreadable() from None
 
 
 def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
     """A driver's error as the sentence that names the database."""
-    host, database = config.host_and_database(url)
+    host, database = database_url.host_and_database(url)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return DatabaseUnreachable(host, database, lines[0].rstrip("."))
 

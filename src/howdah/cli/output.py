@@ -18,7 +18,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from howdah.insight import describe
+from howdah.insight.explain import describe
 from howdah.model import Job, Status
 
 PIPED_WIDTH = 100_000

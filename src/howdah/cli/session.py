@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import psycopg
 from psycopg.rows import tuple_row
 
-from howdah import migrate
 from howdah.cli.options import (
     connect,
     database_options,
@@ -20,7 +19,8 @@ from howdah.cli.options import (
 )
 from howdah.cli.output import Output
 from howdah.cli.values import Misuse
-from howdah.drivers import is_connection_lost, message_of, translate
+from howdah.database import migrate
+from howdah.database.driver_errors import is_connection_lost, message_of, translate
 from howdah.errors import (
     HowdahError,
     InvalidOption,
@@ -28,11 +28,11 @@ from howdah.errors import (
     NotPermitted,
     SchemaMissing,
 )
-from howdah.insight import Insight
-from howdah.names import quote_schema
-from howdah.search import Search
-from howdah.statements import Statement
-from howdah.worker_statements import WorkerStatements
+from howdah.insight.explain import Insight
+from howdah.insight.find import Search
+from howdah.protocol.schema_name import quote_schema
+from howdah.protocol.statements import Statement
+from howdah.protocol.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,9 +6,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from howdah.encoding.validation import check_option_text
 from howdah.errors import InvalidOption
+from howdah.insight.filters import (
+    parse_condition,
+    parse_duration,
+    parse_status,
+    parse_value,
+)
 from howdah.model import Status
-from howdah.where import check_text, parse_condition, parse_duration, parse_status, parse_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-    from howdah.where import Condition
+    from howdah.insight.filters import Condition
 
     ParamType = click.ParamType[Any]
 else:
@@ -67,7 +73,7 @@ class StatusName(ParamType):
 
 
 class Where(ParamType):
-    """A condition of the small language in `howdah.where`."""
+    """A condition of the small language in `howdah.insight.filters`."""
 
     name = "condition"
 
@@ -87,7 +93,7 @@ class Name(ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            return check_text(value)
+            return check_option_text(value)
         except InvalidOption as error:
             raise Misuse(str(error)) from None
 
@@ -98,7 +104,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str
     words_of: dict[str, str] = {}
     for word in words:
         try:
-            check_text(word)
+            check_option_text(word)
         except InvalidOption as error:
             raise Misuse(str(error)) from None
         key, separator, value = word.partition("=")

@@ -3,7 +3,7 @@
 Beside them stand the two scripts about roles: `roles.sql` says who has rights, `grants.sql` gives them, and
 both can be run any number of times.
 
-This module only reads them. `howdah.migrate` applies them; `howdah.statements` calls what they make.
+This module only reads them. `howdah.database.migrate` applies them; `howdah.protocol.statements` calls what they make.
 """
 
 from __future__ import annotations

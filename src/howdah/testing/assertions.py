@@ -9,10 +9,10 @@ from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from howdah import checks, payload
-from howdah.arguments import to_json
+from howdah.encoding import payload, validation
+from howdah.encoding.arguments import to_json
 from howdah.errors import InvalidJob, InvalidOption, did_you_mean
-from howdah.statements import Filters, Statement
+from howdah.protocol.statements import Filters, Statement
 from howdah.testing.memory import MemoryQueue
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _wanted(
         if name not in _COMPARED:
             raise InvalidOption(f"assert_enqueued cannot compare the option {name}; leave it out.")
         wanted[f"using {name}"] = (
-            checks.to_timedelta(value, name) if name in ("delay", "keep") else value
+            validation.to_timedelta(value, name) if name in ("delay", "keep") else value
         )
     return wanted
 

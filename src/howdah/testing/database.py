@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from howdah import config, migrate
+from howdah.database import migrate
 from howdah.embedded import EmbeddedServer
+from howdah.encoding import database_url
 from howdah.errors import HowdahError
-from howdah.names import quote_schema
+from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,7 +125,7 @@ def session_schema(url: str, schema: str, *, drop: bool) -> Iterator[Emptied]:
         ).fetchone()
         if locked != (True,):
             raise HowdahError(
-                f'another pytest is using schema "{schema}" of {config.redact(url)}. Under xdist give '
+                f'another pytest is using schema "{schema}" of {database_url.redact(url)}. Under xdist give '
                 "each worker its own: write {worker} into howdah_database_url or howdah_schema."
             )
         found = conn.execute(
@@ -133,7 +134,7 @@ def session_schema(url: str, schema: str, *, drop: bool) -> Iterator[Emptied]:
         ).fetchone()
         if found is not None and found != (MARK,):
             raise HowdahError(
-                f'schema "{schema}" of {config.redact(url)} was not made by howdah_database, which '
+                f'schema "{schema}" of {database_url.redact(url)} was not made by howdah_database, which '
                 "deletes all jobs in it. Name a database for tests in howdah_database_url, or drop it."
             )
         conn.execute(f"DROP SCHEMA IF EXISTS {name} CASCADE".encode())

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from howdah import checks
+from howdah.encoding import validation
 from howdah.errors import HowdahError
-from howdah.names import quote_schema
 from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
@@ -25,7 +24,8 @@ from howdah.outcome import (
     Released,
     Settled,
 )
-from howdah.statements import Statement
+from howdah.protocol.schema_name import quote_schema
+from howdah.protocol.statements import Statement
 from howdah.testing import running
 
 if TYPE_CHECKING:
@@ -187,16 +187,16 @@ def _acknowledge(app: App, job: Job, outcome: Outcome) -> Statement[list[UUID]]:
         case Completed(result):
             return statements.complete_jobs(ids, leases, [result])
         case Failed(error, traceback, retry_in):
-            pause = None if retry_in is None else checks.to_timedelta(retry_in, "retry")
+            pause = None if retry_in is None else validation.to_timedelta(retry_in, "retry")
             return statements.fail_jobs(
                 ids, leases, [error], [None], [pause], tracebacks=[traceback]
             )
         case Settled():
             # Refused if the handler's transaction committed; else the attempt has failed.
-            pause = checks.to_timedelta(1, "retry")
+            pause = validation.to_timedelta(1, "retry")
             return statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [pause])
         case Released(delay):
-            return statements.release_jobs(ids, leases, checks.to_timedelta(delay, "delay"))
+            return statements.release_jobs(ids, leases, validation.to_timedelta(delay, "delay"))
         case Cancelled(reason):
             return statements.stop_jobs(ids, leases, [reason])
         case _:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.app import App
+    from howdah.execution.watch import Change
     from howdah.model import Event, Handle, Job, JobRef, NewJob
     from howdah.task import Task
-    from howdah.watching import Change
 
 F = TypeVar("F", bound="Callable[..., Any]")
 

@@ -13,11 +13,11 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from howdah import payload
 from howdah.context import Context, _current
+from howdah.encoding import payload
 from howdah.errors import HowdahError, JobNotFound
+from howdah.execution.watch import Change
 from howdah.model import Event, Handle, Job, JobRef, NewJobLike, Status
-from howdah.operations import _many, to_id
 from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
@@ -28,8 +28,8 @@ from howdah.outcome import (
     Released,
     Settled,
 )
+from howdah.protocol.operations import _many, to_id
 from howdah.testing.running import make_context, pass_on_interrupt
-from howdah.watching import Change
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from howdah.context import Context, Sink
-from howdah.execution import aexecute, execute
+from howdah.execution.handler import aexecute, execute
 from howdah.outcome import Failed, Outcome
 
 if TYPE_CHECKING:

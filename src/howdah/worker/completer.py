@@ -12,9 +12,10 @@ import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from howdah import checks, faults, payload
-from howdah.drivers import is_transient
+from howdah.database.driver_errors import is_transient
+from howdah.encoding import payload, validation
 from howdah.errors import DatabaseUnreachable
+from howdah.execution import fault_points
 from howdah.hooks import StateChange
 from howdah.outcome import (
     NOT_COMMITTED,
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from howdah.async_store import AsyncStore
-    from howdah.heartbeat import Heartbeat, Run
+    from howdah.database.async_store import AsyncStore
+    from howdah.execution.heartbeat import Heartbeat, Run
     from howdah.hooks import Hooks
-    from howdah.statements import Statement
-    from howdah.worker.tally import Tally
-    from howdah.worker_statements import Claimed, WorkerStatements
+    from howdah.protocol.statements import Statement
+    from howdah.protocol.worker_statements import Claimed, WorkerStatements
+    from howdah.worker.throughput import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Completer:
             return
 
     async def _send(self, group: list[Finished], *, last_try: bool = False) -> None:
-        faults.reach("before-acknowledge")
+        fault_points.reach("before-acknowledge")
         while True:
             try:
                 accepted = set(await self._store.run(self._statement(group)))
@@ -132,7 +133,7 @@ class Completer:
                     extra={"waiting": len(group), "error": str(error)},
                 )
                 await asyncio.sleep(RETRY_PAUSE)
-        faults.reach("after-acknowledge")
+        fault_points.reach("after-acknowledge")
         self._forget(group, accepted)
 
     async def _split(self, group: list[Finished], error: Exception, *, last_try: bool) -> None:
@@ -171,7 +172,7 @@ class Completer:
                     [failure.error for failure in failures],
                     [None] * len(ids),
                     [
-                        None if f.retry_in is None else checks.to_timedelta(f.retry_in, "retry")
+                        None if f.retry_in is None else validation.to_timedelta(f.retry_in, "retry")
                         for f in failures
                     ],
                     elapsed=elapsed,
@@ -185,11 +186,11 @@ class Completer:
                     leases,
                     [NOT_COMMITTED] * n,
                     [None] * n,
-                    [checks.to_timedelta(1, "retry")] * n,
+                    [validation.to_timedelta(1, "retry")] * n,
                 )
             case Released(delay):
                 return self._statements.release_jobs(
-                    ids, leases, checks.to_timedelta(delay, "delay")
+                    ids, leases, validation.to_timedelta(delay, "delay")
                 )
             case Cancelled():
                 reasons = [o.reason for o in outcomes if isinstance(o, Cancelled)]

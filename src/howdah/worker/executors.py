@@ -12,14 +12,14 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from howdah.execution import execute, judge
+from howdah.execution.handler import execute, judge
 from howdah.outcome import Aborted, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from howdah.context import Context
-    from howdah.heartbeat import Run
+    from howdah.execution.heartbeat import Run
     from howdah.task import Task
 
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from howdah import faults
-from howdah.drivers import DATABASE_ERRORS
+from howdah.database.driver_errors import DATABASE_ERRORS
+from howdah.execution import fault_points
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
-    from howdah.async_store import AsyncStore
-    from howdah.listener import Listener
+    from howdah.database.async_store import AsyncStore
+    from howdah.database.listener import Listener
+    from howdah.protocol.worker_statements import Claimed, WorkerStatements
     from howdah.worker.slots import Slots
-    from howdah.worker_statements import Claimed, WorkerStatements
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Fetcher:
 
     async def _claim(self, want: int, job_types: list[str]) -> int:
         ignore_heads, self._ignore_heads = self._ignore_heads, False
-        faults.reach("before-claim")
+        fault_points.reach("before-claim")
         try:
             jobs: list[Claimed] = await self._store.run(
                 self._statements.claim(
@@ -127,7 +127,7 @@ class Fetcher:
             self._ignore_heads = ignore_heads or self._ignore_heads
             raise
         if jobs:
-            faults.reach("after-claim")
+            fault_points.reach("after-claim")
             self._slots.take(jobs)
         return len(jobs)
 

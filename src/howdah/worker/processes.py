@@ -28,9 +28,9 @@ import msgspec
 
 from howdah.context import Context, Sink
 from howdah.errors import InvalidOption
-from howdah.execution import execute, judge
+from howdah.execution.handler import execute, judge
 from howdah.outcome import Aborted, Failed, Outcome, Released
-from howdah.worker.directories import make_directory
+from howdah.worker.process_directory import make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,28 +21,29 @@ from uuid import uuid4
 
 import msgspec
 
-from howdah import checks, faults
-from howdah.async_store import AsyncStore
-from howdah.drivers import end_tasks, is_refused
+from howdah.database.async_store import AsyncStore
+from howdah.database.driver_errors import end_tasks, is_refused
+from howdah.database.listener import Listener
+from howdah.database.store import Store
+from howdah.encoding import validation
 from howdah.errors import DatabaseUnreachable, InvalidOption
-from howdah.execution import aexecute
-from howdah.heartbeat import Heartbeat, Run
+from howdah.execution import fault_points
+from howdah.execution.handler import aexecute
+from howdah.execution.heartbeat import Heartbeat, Run
 from howdah.hooks import Hooks
-from howdah.listener import Listener
-from howdah.store import Store
 from howdah.worker.completer import Completer
 from howdah.worker.executors import Executor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher
 from howdah.worker.processes import ProcessExecutor, locate, require_pebble
 from howdah.worker.slots import Slots
-from howdah.worker.tally import Tally
+from howdah.worker.throughput import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 
     from howdah.app import App
     from howdah.model import Seconds
-    from howdah.statements import Statement
+    from howdah.protocol.statements import Statement
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,9 @@ class Worker:
         )
         self.concurrency = concurrency
         self.processes = processes or os.cpu_count() or 1
-        self.grace = checks.to_timedelta(grace, "grace").total_seconds()
+        self.grace = validation.to_timedelta(grace, "grace").total_seconds()
         self.lease = (
-            app.lease if lease is None else checks.to_timedelta(lease, "lease", minimum=0.001)
+            app.lease if lease is None else validation.to_timedelta(lease, "lease", minimum=0.001)
         )
         self.worker_id = worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}:{uuid4().hex[:6]}"
         self.ready = asyncio.Event()
@@ -264,7 +265,7 @@ class Worker:
     async def _wind_down(
         self, slots: Slots, completer: Completer, fetching: asyncio.Task[None]
     ) -> None:
-        faults.reach("during-shutdown")
+        fault_points.reach("during-shutdown")
         end = time.monotonic() + self.grace
         slots.close()
         logger.info(
@@ -324,7 +325,7 @@ class Worker:
         try:
             while True:
                 await asyncio.sleep(TICK * random.uniform(0.75, 2))  # noqa: S311 - they take turns
-                faults.reach("before-maintenance")
+                fault_points.reach("before-maintenance")
                 if len(under_way) == MAINTAINERS:
                     under_way[0].cancel()  # so many cannot all be at work
                 under_way.append(asyncio.create_task(self._maintain(store)))

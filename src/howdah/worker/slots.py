@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from howdah import faults, payload
 from howdah.context import Context
-from howdah.drivers import DATABASE_ERRORS
-from howdah.heartbeat import SUSPICION, Run
+from howdah.database.driver_errors import DATABASE_ERRORS
+from howdah.encoding import payload
+from howdah.execution import fault_points
+from howdah.execution.heartbeat import SUSPICION, Run
 from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
 from howdah.worker.executors import stop_run
@@ -26,13 +27,13 @@ from howdah.worker.executors import stop_run
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from howdah.async_store import AsyncStore
-    from howdah.heartbeat import Heartbeat
+    from howdah.database.async_store import AsyncStore
+    from howdah.execution.heartbeat import Heartbeat
     from howdah.hooks import Hooks
+    from howdah.protocol.worker_statements import Claimed, WorkerStatements
     from howdah.task import Task
     from howdah.worker.completer import Completer
     from howdah.worker.executors import Executor
-    from howdah.worker_statements import Claimed, WorkerStatements
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ class Slots:
                 del self._running[run]
                 self._ended += 1
                 self._room.set()
-            faults.reach("after-run")
+            fault_points.reach("after-run")
             if not run.finishing:
                 self._completer.put(run, outcome)
             if contextvars.copy_context() != clean:
@@ -275,7 +276,7 @@ class Slots:
     async def _execute(self, run: Run, slot: asyncio.Task[None] | None) -> Outcome:
         """One job, to an outcome, whatever happens."""
         try:
-            faults.reach("before-start")
+            fault_points.reach("before-start")
             if run.job.claims - run.job.attempts > 1 and not await self._announced(run):
                 return Lost()
             return await self._call(run)
@@ -342,7 +343,7 @@ class Slots:
             accepted = await self._store.run(self._statements.start_jobs([run.id], [run.lease_id]))
         except DATABASE_ERRORS as error:
             raise _Unannounced(f"its start could not be written: {error}") from error
-        faults.reach("after-start")
+        fault_points.reach("after-start")
         return bool(accepted)
 
     def _measure(self, job_type: str, seconds: float) -> None:

@@ -11,7 +11,7 @@ import psycopg
 from gate import CUTS
 
 from children import until
-from howdah.names import quote_schema
+from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     import random

@@ -18,8 +18,8 @@ from gate import Gate
 from machines import SETTINGS, cut_power, server_socket
 
 from children import until
-from howdah.binaries import Account, find_binaries
 from howdah.embedded import EmbeddedServer
+from howdah.embedded.binaries import Account, find_binaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

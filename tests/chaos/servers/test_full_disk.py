@@ -10,7 +10,7 @@ import small_disk
 from machines import workspace
 
 from howdah import AsyncJobQueue, DatabaseFull, JobQueue
-from howdah.drivers import is_transient
+from howdah.database.driver_errors import is_transient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

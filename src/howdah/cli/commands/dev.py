@@ -1,0 +1,72 @@
+"""`howdah dev`: an embedded database and a worker that starts anew when the code changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+import click
+
+from howdah.cli.load import load_app
+from howdah.cli.logs import set_up_logging
+from howdah.cli.options import connect, json_lines_option
+from howdah.cli.supervisor import Supervisor
+from howdah.cli.values import Misuse
+from howdah.database.migrate import migrate
+from howdah.embedded import EmbeddedServer
+from howdah.encoding.database_url import VARIABLES
+from howdah.errors import InvalidOption
+
+GRACE = 5.0
+
+
+@click.command("dev", short_help="Run an app on an embedded database, with reload.")
+@click.argument("app_name", metavar="MODULE:APP")
+@click.option("--concurrency", type=click.IntRange(1, 10_000), help="How many jobs run at once.")
+@click.option(
+    "--rm", "remove", is_flag=True, help="Delete the database and all its data at the end."
+)
+@json_lines_option
+def dev_command(app_name: str, concurrency: int | None, remove: bool, as_json: bool) -> None:
+    """Run an app on an embedded PostgreSQL, and start anew when the code changes.
+
+    The database is in .howdah, here or above, and goes on running after Ctrl-C: `howdah db stop` stops it.
+    """
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    set_up_logging("info", as_json=as_json, colour=colour)
+    try:
+        app = load_app(app_name)
+    except InvalidOption as error:
+        raise Misuse(str(error)) from None
+    if app.database is not None:
+        raise Misuse(
+            f"{app_name} names its own database, so there is nothing to embed; run "
+            f"`howdah worker {app_name} --reload` instead."
+        )
+    server = EmbeddedServer()
+    url = server.start()
+    with connect(url) as conn:
+        migrate(conn, app.schema)
+    if as_json:
+        click.echo(json.dumps({"url": url, "directory": str(server.directory)}))
+    else:
+        click.echo(f"PostgreSQL is running in {server.directory}.\n{url}\nCtrl-C stops the worker.")
+    os.environ[VARIABLES[0]] = url
+    arguments = ["worker", app_name, "--grace", str(GRACE)]
+    arguments += ["--concurrency", str(concurrency)] if concurrency else []
+    arguments += ["--log-json"] if as_json else []
+    try:
+        code = Supervisor([arguments], reload=True, grace=GRACE).run()
+    finally:
+        if remove:
+            server.remove()
+        if as_json:
+            click.echo(json.dumps({"removed": remove, "directory": str(server.directory)}))
+        elif remove:
+            click.echo(f"Removed {server.directory}.")
+        else:
+            click.echo("The database goes on running; `howdah db stop` stops it.")
+        logging.shutdown()
+    click.get_current_context().exit(code)

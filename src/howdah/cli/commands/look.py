@@ -1,0 +1,208 @@
+"""`howdah queues`, `workers`, `explain` and `doctor`: how things stand, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import click
+from rich.text import Text
+
+from howdah.cli.options import connect, database_options, json_lines_option, resolve_url
+from howdah.cli.output import STYLES, Column, Output, clean, one_line, relative
+from howdah.cli.session import queue_command
+from howdah.cli.values import Misuse
+from howdah.errors import InvalidOption, counted
+from howdah.insight.doctor import Doctor
+from howdah.insight.explain import describe
+from howdah.protocol.schema_name import quote_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from howdah.cli.session import Session
+    from howdah.insight.explain import Lane, WorkerInfo
+
+SPARKS = 18  # buckets of ten seconds
+LANE_COLUMNS = (
+    Column(title="type", flexible=True, least=16),
+    Column(title="queue", drop=3, flexible=True),
+    Column(title="due", right=True),
+    Column(title="scheduled", drop=5, right=True),
+    Column(title="blocked", drop=4, right=True),
+    Column(title="running", right=True),
+    Column(title="jobs/s", drop=2, right=True),
+    Column(title="wait", drop=6, right=True),
+    Column(title="run", drop=9, right=True),
+    Column(title="failing/min", drop=8, right=True),
+    Column(title="oldest due", drop=10, right=True),
+    Column(title="last 3 min", drop=7),
+)
+WORKER_COLUMNS = (
+    Column(title="worker", flexible=True, least=24),
+    Column(title="state"),
+    Column(title="running", right=True),
+    Column(title="seen", drop=1, right=True),
+    Column(title="up", drop=6, right=True),
+    Column(title="queues", drop=3, flexible=True),
+    Column(title="types", drop=5, flexible=True, least=12),
+)
+
+
+@click.command("queues", short_help="What waits and runs, and how fast it goes.")
+@queue_command
+def queues_command(session: Session, output: Output) -> None:
+    """Show what waits and runs, by queue and job type, and how fast it goes.
+
+    Rates, waits and runs are those of the last five minutes, as workers count them.
+    """
+    lanes = session.insight.lanes()
+    if output.as_json:
+        for lane in lanes:
+            output.json(asdict(lane))
+        return
+    if not lanes:
+        output.note("Nothing waits or runs, and nothing ended in the last five minutes.")
+        return
+    now = session.insight.now()
+    output.print_table(LANE_COLUMNS, [lane_row(output, lane, now) for lane in lanes])
+
+
+def lane_row(
+    output: Output, lane: Lane, now: datetime, rates: Sequence[int] = ()
+) -> list[str | Text]:
+    """A queue and job type as a row of a table."""
+    failing = lane.failed_per_minute
+    return [
+        lane.job_type,
+        lane.queue,
+        Text(f"{lane.due:,}", "yellow" if lane.due else "dim"),
+        f"{lane.scheduled:,}" if lane.scheduled else "",
+        f"{lane.blocked:,}" if lane.blocked else "",
+        Text(f"{lane.running:,}", "cyan" if lane.running else "dim"),
+        rate(lane.per_second),
+        "" if lane.mean_wait is None else describe(timedelta(seconds=lane.mean_wait)),
+        "" if lane.mean_run is None else describe(timedelta(seconds=lane.mean_run)),
+        Text(rate(failing), "red") if failing else "",
+        relative(lane.oldest_due, now),
+        Text(output.sparkline(rates[-SPARKS:]), "green") if any(rates[-SPARKS:]) else "",
+    ]
+
+
+def rate(value: float) -> str:
+    """A number a second, or a minute, with as many digits as matter."""
+    if value == 0:
+        return "0"
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+@click.command("workers", short_help="The workers, and what they do.")
+@queue_command
+def workers_command(session: Session, output: Output) -> None:
+    """Show the workers, the one heard of last first."""
+    workers = session.insight.workers()
+    if output.as_json:
+        for worker in workers:
+            output.json(asdict(worker) | {"alive": worker.is_alive})
+        return
+    if not workers:
+        output.note("No worker is running. Start one with `howdah worker MODULE:APP`.")
+        return
+    now = session.insight.now()
+    output.print_table(WORKER_COLUMNS, [worker_row(worker, now) for worker in workers])
+
+
+def worker_row(worker: WorkerInfo, now: datetime) -> list[str | Text]:
+    """A worker as a row of a table."""
+    state = Text("lost", "red")
+    if worker.is_alive:
+        state = Text("idle", "dim") if worker.idle and not worker.running else Text("busy", "green")
+    of = f"/{worker.concurrency}" if worker.concurrency else ""
+    return [
+        worker.worker_id,
+        state,
+        f"{worker.running}{of}",
+        relative(now - worker.seen_ago, now),
+        describe(now - worker.started_at),
+        ", ".join(worker.queues),
+        ", ".join(worker.job_types),
+    ]
+
+
+@click.command("explain", short_help="Why is a job not running?")
+@click.argument("job_id", metavar="ID")
+@queue_command
+def explain_command(session: Session, output: Output, job_id: str) -> None:
+    """Say why a job is not running, what goes before it, and when it may start.
+
+    ID may be the beginning or the end of an id, if only one job's is like that.
+    """
+    found = session.insight.explain(session.resolve(job_id))
+    job = found.job
+    if output.as_json:
+        output.json(
+            {
+                "id": job.id,
+                "job_type": job.job_type,
+                "queue": job.queue,
+                "status": job.status,
+                "reasons": [{"code": each.code, "text": each.text} for each in found.reasons],
+                "ahead": found.ahead,
+                "starts_at": found.starts_at,
+            }
+        )
+        return
+    now = session.insight.now()
+    output.line((f"{output.sign(job.status)} {job.status}", f"bold {STYLES[job.status]}"), "  ",
+                (one_line(job.job_type), "bold"), (f"  in {one_line(job.queue)}", "dim"))  # fmt: skip
+    output.line(str(job.id))
+    for reason in found.reasons:
+        output.line(clean(reason.text), lead=Text(f"  {output.sign('event')} "))
+    codes = {reason.code for reason in found.reasons}
+    if found.ahead and "behind" not in codes:
+        output.line(
+            f"{output.sign('event')} {counted(found.ahead, 'job')} of its queue to go before it",
+            indent=2,
+        )
+    if found.starts_at is not None:
+        output.line(f"It may start {relative(found.starts_at, now)}.", indent=2)
+
+
+@click.command("doctor", short_help="What makes a queue slow, stuck or unsafe.")
+@database_options
+@json_lines_option
+def doctor_command(database: str | None, schema: str, as_json: bool) -> None:
+    """Look for what makes a queue slow, stuck or unsafe, and say what to do.
+
+    Exits with 1 if there is a problem; warnings do not count.
+    """
+    try:
+        quote_schema(schema)
+    except InvalidOption as error:
+        raise Misuse(str(error)) from None
+    output = Output(as_json=as_json)
+    levels = []
+    with connect(resolve_url(database)) as conn:
+        for finding in Doctor(conn, schema).examine():
+            levels.append(finding.level)
+            if as_json:
+                output.json(asdict(finding))
+                continue
+            lead = Text(f"{output.sign(finding.level)} ", STYLES[finding.level])
+            lead.append(f"{finding.check:<13}  ", "default bold")
+            output.line(" ".join(clean(line) for line in finding.text.splitlines()), lead=lead)
+            if finding.advice:
+                output.line(clean(finding.advice), indent=17)
+    problems, warnings = levels.count("problem"), levels.count("warning")
+    if not as_json:
+        summary = (
+            f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
+            if problems or warnings
+            else "All well"
+        )
+        worst = "problem" if problems else "warning" if warnings else "ok"
+        output.line("")
+        output.line((f"{summary}.", STYLES[worst]))
+    click.get_current_context().exit(1 if problems else 0)

@@ -1,0 +1,353 @@
+"""Jobs as JSON. What a caller enqueues is checked and refused; what a worker reports is sanitised
+and never refused, because by then the work is done. Knows nothing of databases."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from howdah.encoding import validation
+from howdah.errors import InvalidJob, InvalidOption, PayloadTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from uuid import UUID
+
+    from howdah.model import NewJob, Seconds
+
+DATA_LIMIT = 64 * 1024
+RESULT_LIMIT = 64 * 1024
+ERROR_LIMIT = 16 * 1024
+STAGE_LIMIT = 100
+KEY_LIMIT = 500
+DEPTH_LIMIT = 100
+MAX_ATTEMPTS_LIMIT = 10_000
+PRIORITY_RANGE = (-1000, 1000)
+INTEGER_BITS = 1024  # far beyond what readers in other languages hold, and cheap to print
+
+
+def _plain(value: object) -> str | int | float:
+    """The plain value behind a subclass of str, int or float."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    raise TypeError
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
+_decode = msgspec.json.Decoder().decode
+
+
+def decode(text: str) -> Any:
+    """JSON from the database → Python values. Never raises: SQL callers can store numbers and depths
+    that Python cannot hold, and one such job must not spoil the batch that it was claimed with."""
+    try:
+        return _decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        try:
+            return json.loads(text, parse_int=_parse_integer)
+        except (ValueError, RecursionError):
+            return text
+
+
+def _parse_integer(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:  # more digits than Python reads
+        return digits
+
+
+# ── enqueueing: refuse ────────────────────────────────────────────────────────────────────────────
+
+
+def encode_data(data: Any, limit: int = DATA_LIMIT) -> msgspec.Raw:
+    """The data as JSON, or an `InvalidJob` that says what JSON or PostgreSQL cannot hold."""
+    if not _is_simple(data) and _check_json(data, limit):
+        data = _spell_floats(data)
+    raw = _encode(data)
+    if len(raw) > limit:
+        raise _too_large(f"{len(raw):,} bytes", limit)
+    return msgspec.Raw(raw)
+
+
+def _too_large(size: str, limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(
+        f"data is {size} of JSON and the limit is {limit:,}. "
+        "Store it elsewhere (a table, a bucket) and enqueue a reference to it.",
+        field="data",
+    )
+
+
+def _is_simple(data: Any) -> bool:
+    """Whether nothing in the data needs the closer look of `_check_json`, which takes three times as long:
+    an object of ASCII texts, small integers, true, false and null."""
+    if type(data) is not dict:
+        return False
+    for key, value in data.items():
+        if type(key) is not str or not key.isascii() or "\x00" in key:
+            return False
+        kind = type(value)
+        if kind is str:
+            if not value.isascii() or "\x00" in value:
+                return False
+        elif kind is int:
+            if not -(2**63) <= value < 2**63:
+                return False
+        elif kind is not bool and value is not None:
+            return False
+    return True
+
+
+def _check_json(data: Any, limit: int) -> bool:
+    """Walks the values without recursion: JSON's types only, finite, storable, not too deep.
+
+    Gives whether there is a float that must be spelled out, see `_spell`.
+    """
+    level, depth, values, spell = [data], 0, 0, False
+    while level:
+        if depth > DEPTH_LIMIT:
+            raise InvalidJob(
+                f"data is nested deeper than {DEPTH_LIMIT} levels; flatten it or store a reference.",
+                field="data",
+            )
+        # A value is a byte at least. Without this a list that holds itself twice would never end.
+        values += len(level)
+        if values > limit:
+            raise _too_large(f"over {limit:,} bytes", limit)
+        below: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind is str:
+                validation.check_text(value, "data")
+            elif kind is bool or value is None:
+                pass
+            elif kind is int:
+                _check_size(value)
+            elif kind is float:
+                spell = _check_finite(value) or spell
+            elif isinstance(value, dict):
+                for key in value:
+                    if not isinstance(key, str):
+                        raise InvalidJob(
+                            f"data has the key {validation.show(key)}, and JSON has only string keys.",
+                            field="data",
+                        )
+                    validation.check_text(key, "data")
+                below.extend(value.values())
+            elif isinstance(value, list | tuple):
+                below.extend(value)
+            elif isinstance(value, str | int | float):  # StrEnum and the like
+                below.append(_plain(value))
+            else:
+                raise InvalidJob(
+                    f"data holds a {kind.__name__}, which JSON does not have. "
+                    "Convert it to a string, number, list or dict.",
+                    field="data",
+                )
+        level, depth = below, depth + 1
+    return spell
+
+
+def _check_size(value: int) -> None:
+    if value.bit_length() > INTEGER_BITS:
+        raise InvalidJob(
+            f"data holds an integer of {value.bit_length()} bits; the limit is "
+            f"{INTEGER_BITS}. Pass it as a string.",
+            field="data",
+        )
+
+
+def _check_finite(value: float) -> bool:
+    if not math.isfinite(value):
+        raise InvalidJob(f"data holds {value}, which JSON does not have.", field="data")
+    return _needs_spelling(value)
+
+
+def _needs_spelling(value: float) -> bool:
+    return not 1e-4 <= abs(value) < 1e15 and value != 0
+
+
+def _spell(value: float) -> msgspec.Raw:
+    """A float in all its digits. PostgreSQL writes 1e23 as an integer, which would come back as one
+    and no longer be equal; 100…000.0 stays a float. It is also as long here as it is there."""
+    text = format(Decimal(repr(value)), "f")
+    return msgspec.Raw((text if "." in text else f"{text}.0").encode())
+
+
+def _spell_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spell_floats(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_floats(each) for each in value]
+    if isinstance(value, float):
+        value = float.__float__(value)
+        return _spell(value) if _needs_spelling(value) else value
+    return value
+
+
+def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, Any]:
+    """A checked job as the object that `enqueue_jobs` reads."""
+    common = (job.job_type, job.queue, job.priority, job.max_attempts, job.keep)
+    try:
+        fields = _encode_common(*common).copy()
+    except TypeError:  # something that has no hash, and is refused for it
+        fields = _encode_common.__wrapped__(*common)
+    fields["id"] = job_id
+    fields["data"] = encode_data({} if job.data is None else job.data, limit)
+    if job.run_at is not None:
+        if job.delay is not None:
+            raise InvalidJob(
+                "run_at and delay exclude each other; give one of them.", field="delay"
+            )
+        fields["run_at"] = validation.check_time(job.run_at, "run_at").isoformat()
+    if job.delay is not None:
+        fields["delay"] = validation.to_seconds(job.delay, "delay")
+    if (texts := _texts(job)) != _NO_TEXTS:
+        for (field, longest), value in zip(_TEXT_FIELDS, texts, strict=True):
+            if value is not None:
+                fields[field] = validation.check_name(value, field, longest)
+    return fields
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _encode_common(
+    job_type: str, queue: str, priority: int, max_attempts: int, keep: Seconds | None
+) -> dict[str, Any]:
+    """What the jobs of one task have in common, checked once."""
+    fields: dict[str, Any] = {"job_type": validation.check_name(job_type, "job_type")}
+    # The database has the same defaults; what is not sent need not be parsed.
+    if validation.check_name(queue, "queue") != "default":
+        fields["queue"] = queue
+    if (number := validation.check_integer(priority, "priority", *PRIORITY_RANGE)) != 100:
+        fields["priority"] = number
+    if (
+        number := validation.check_integer(max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT)
+    ) != 3:
+        fields["max_attempts"] = number
+    if keep is not None:
+        fields["keep"] = f"{validation.to_seconds(keep, 'keep'):f} seconds"
+    return fields
+
+
+_TEXT_FIELDS = (
+    ("idempotency_key", KEY_LIMIT),
+    ("ordering_key", KEY_LIMIT),
+    ("request_id", validation.NAME_LIMIT),
+    ("traceparent", validation.NAME_LIMIT),
+)
+_NO_TEXTS = (None,) * len(_TEXT_FIELDS)
+_texts = operator.attrgetter(*(field for field, _ in _TEXT_FIELDS))
+
+
+def encode_batch(jobs: Sequence[Any]) -> str:
+    """Encoded jobs as the one JSON text that `enqueue_jobs` takes."""
+    return _encode(jobs).decode()
+
+
+# ── acknowledging: sanitise ───────────────────────────────────────────────────────────────────────
+
+
+def clean_text(text: object, limit: int) -> str:
+    """The text of anything without what PostgreSQL cannot store, cut to `limit` characters."""
+    plain = str.__str__(text) if isinstance(text, str) else _text(text)
+    if len(plain) > limit:
+        plain = plain[: limit - 1] + "…"
+    return plain.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8", "replace")
+
+
+def clean_percent(percent: object) -> int | None:
+    """A number as whole percent; None, which leaves progress as it was, where it is not a number."""
+    if percent is None:
+        return None
+    if not isinstance(percent, int | float):
+        raise InvalidOption(f"percent must be a number, not {type(percent).__name__}.")
+    return None if math.isnan(percent) else int(max(0, min(100, percent)))
+
+
+def describe_error(error: BaseException | str) -> str:
+    """`Type: message` of an exception, even of one whose `__str__` raises."""
+    if isinstance(error, str):
+        return clean_text(error, ERROR_LIMIT)
+    name = type(error).__name__
+    try:
+        message = str.__str__(str(error))
+    except BaseException as second:  # it may do anything
+        message = f"(its message could not be read: {type(second).__name__})"
+    return clean_text(f"{name}: {message}" if message else name, ERROR_LIMIT)
+
+
+def clean_json(value: Any, limit: int = RESULT_LIMIT) -> str:
+    """The value as JSON text that PostgreSQL can store: what JSON cannot hold becomes text."""
+    raw = _encode(_Cleaner(limit).clean(value, 0))
+    if len(raw) > limit:
+        raw = _encode(
+            {"truncated": True, "bytes": len(raw), "start": raw[:1000].decode("utf-8", "replace")}
+        )
+    return raw.decode()
+
+
+class _Cleaner:
+    """Copies a value into what JSON holds. Stops copying when the result is over the limit anyway,
+    so that neither a structure that holds itself nor an endless iterator is followed for ever."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def clean(self, value: Any, depth: int) -> Any:
+        try:
+            return self._clean(value, depth)
+        except BaseException as error:  # an overridden method may do anything
+            return f"({type(value).__name__} that could not be read: {type(error).__name__})"
+
+    def _clean(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        match value:
+            case None | bool():
+                return value
+            case str():
+                return clean_text(value, max(str.__len__(value), 1))
+            case int():
+                whole = int.__index__(value)
+                return whole if whole.bit_length() <= INTEGER_BITS else hex(whole)
+            case float():
+                number = float.__float__(value)
+                if not math.isfinite(number):
+                    return str(number)
+                return _spell(number) if _needs_spelling(number) else number
+            case _ if depth >= DEPTH_LIMIT or self._left < 0:
+                return "…"
+            case dict():
+                return {
+                    clean_text(key, KEY_LIMIT): self.clean(each, depth + 1)
+                    for key, each in self._until_full(value.items())
+                }
+            case list() | tuple() | set() | frozenset():
+                return [self.clean(each, depth + 1) for each in self._until_full(value)]
+            case _:
+                try:
+                    built = msgspec.to_builtins(value)
+                except BaseException:
+                    return clean_text(value, ERROR_LIMIT)
+                return self._clean(built, depth + 1)
+
+    def _until_full(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            if self._left < 0:
+                break
+            yield value
+
+
+def _text(value: object) -> str:
+    try:
+        return str.__str__(str(value))
+    except BaseException as error:
+        return f"({type(value).__name__} whose text could not be read: {type(error).__name__})"

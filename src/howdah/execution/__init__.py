@@ -1,0 +1,1 @@
+"""One run of a job: the handler, its lease, its reports."""

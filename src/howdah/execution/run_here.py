@@ -1,0 +1,176 @@
+"""`task.run`: a job that is enqueued and claimed in one statement and runs in the caller's own process. Its
+lease is kept alive by a heartbeat; if the process dies, the lease ends and a worker takes the job over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+
+from howdah.context import Context
+from howdah.encoding import payload, validation
+from howdah.encoding.arguments import decode_result
+from howdah.errors import HowdahError, InvalidOption, LeaseLost, TaskInFlight
+from howdah.execution.handler import aexecute, execute
+from howdah.execution.heartbeat import Heartbeat, Run
+from howdah.model import Claim, Job, NewJob, request_id
+from howdah.outcome import (
+    NOT_COMMITTED,
+    Cancelled,
+    Completed,
+    Failed,
+    Lost,
+    Outcome,
+    Released,
+    Settled,
+)
+
+if TYPE_CHECKING:
+    from howdah.app import App
+    from howdah.task import Task
+
+
+def run(task: Task[..., Any], job: NewJob) -> Any:
+    """Run a task here and now; an `async def` in an event loop made for it."""
+    if task.options.run_in == "async":
+        if _is_in_a_loop():
+            raise InvalidOption(f"{task.name} is an async def: in an event loop, await its arun().")
+        return asyncio.run(arun(task, job))
+    begun = _begin(task.app, job)
+    if isinstance(begun, Job):
+        return _stored(task, begun)
+    attempt = _Attempt(task, job, begun)
+    outcome = execute(task, attempt.context)
+    return attempt.end(outcome)
+
+
+async def arun(task: Task[..., Any], job: NewJob) -> Any:
+    """Run a task here and now; the few statements around it go through a thread."""
+    if task.options.run_in != "async":
+        return await asyncio.to_thread(run, task, job)
+    begun = await asyncio.to_thread(_begin, task.app, job)
+    if isinstance(begun, Job):
+        return _stored(task, begun)
+    attempt = _Attempt(task, job, begun)
+    try:
+        outcome = await attempt.execute()
+    except asyncio.CancelledError:
+        # The caller has lost interest, and the job goes on: a worker takes it over now, instead of when
+        # the lease has ended.
+        await asyncio.shield(asyncio.to_thread(attempt.write, Released(0.0, "cancelled")))
+        raise
+    return await asyncio.to_thread(attempt.end, outcome)
+
+
+def _is_in_a_loop() -> bool:
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        return True
+    return False
+
+
+def _begin(app: App, job: NewJob) -> Claim | Job:
+    """The claim of a new job, or the job that holds the idempotency key."""
+    statement = app.statements.enqueue_and_claim(
+        msgspec.json.encode(app.queue._do.encode(job)).decode(),
+        app.queue._do.worker_id,
+        app.lease,
+        app.idempotency_ttl,
+        uuid4(),
+    )
+    job_id, lease_id = app.queue._store.run(statement)
+    return app.queue.get(job_id) if lease_id is None else Claim(job_id, lease_id)
+
+
+def _stored(task: Task[..., Any], job: Job) -> Any:
+    if not job.status.is_final:
+        raise TaskInFlight(job.id)
+    return task.read_result(job)
+
+
+class _Attempt:
+    """The first attempt, here; its lease is kept from now on."""
+
+    def __init__(self, task: Task[..., Any], job: NewJob, claim: Claim) -> None:
+        app = task.app
+        self._task = task
+        self._claim = claim
+        self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Outcome]] | None = None
+        self._heartbeat = Heartbeat(app.queue._store, app.statements, app.lease, self._on_abort)
+        self.context = Context(
+            id=claim.id,
+            job_type=task.name,
+            queue=job.queue,
+            data=job.data,
+            max_attempts=job.max_attempts,
+            request_id=job.request_id or request_id.get(),
+            idempotency_key=job.idempotency_key,
+            lease_id=claim.lease_id,
+            timeout=task.options.timeout,
+            sink=self._heartbeat,
+        )
+        self._run = Run(claim.id, claim.lease_id, job, task, self.context)
+        self._heartbeat.add(self._run)
+        self._heartbeat.start()
+
+    async def execute(self) -> Outcome:
+        """Run an async handler, in an asyncio task of its own that an abort can cancel."""
+        work = asyncio.create_task(aexecute(self._task, self.context))
+        self._work = (asyncio.get_running_loop(), work)
+        return await work
+
+    def _on_abort(self, run: Run, why: str) -> None:
+        # In the heartbeat's thread. A sync handler is told at its next call of the context.
+        if self._work is not None:
+            loop, work = self._work
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(work.cancel)
+
+    def write(self, outcome: Outcome) -> bool:
+        """Write the outcome, and whether it was accepted."""
+        self._run.finishing = True
+        self._heartbeat.stop()
+        store, statements = self._task.app.queue._store, self._task.app.statements
+        ids, leases = [self._claim.id], [self._claim.lease_id]
+        match outcome:
+            case Completed(result):
+                statement = statements.complete_jobs(ids, leases, [result])
+            case Failed(error, trace, retry_in):
+                pause = None if retry_in is None else validation.to_timedelta(retry_in, "retry")
+                statement = statements.fail_jobs(
+                    ids, leases, [error], [None], [pause], tracebacks=[trace]
+                )
+            case Settled():
+                # Refused if the handler's transaction committed; else the attempt has failed.
+                again = validation.to_timedelta(1, "retry")
+                statement = statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [again])
+            case Released(delay, _):
+                pause = validation.to_timedelta(delay, "delay")
+                statement = statements.release_jobs(ids, leases, pause)
+            case Cancelled(reason):
+                statement = statements.stop_jobs(ids, leases, [reason])
+            case Lost():
+                return False
+        return bool(store.run(statement))
+
+    def end(self, outcome: Outcome) -> Any:
+        """Write the outcome, and give the result or raise what the caller should see."""
+        accepted = self.write(outcome)
+        match outcome:
+            case Settled() if accepted:
+                raise HowdahError(f"job {self._claim.id}: {NOT_COMMITTED}.")
+            case Settled():
+                pass
+            case _ if not accepted:
+                raise LeaseLost([self._claim.id]) from getattr(outcome, "cause", None)
+            case Completed(result):
+                value = None if result is None else payload.decode(result)
+                return decode_result(value, self._task.arguments.returns)
+            case Failed(cause=BaseException() as cause):
+                raise cause
+            case Released():
+                raise TaskInFlight(self._claim.id)
+        return self._task.read_result(self._task.app.queue.get(self._claim.id))

@@ -1,0 +1,1 @@
+"""What a queue is doing, and why: explain, doctor, find, filters, activity."""

@@ -1,0 +1,198 @@
+"""What happens to all jobs, as it happens, found by looking again and again: enqueues by their ids, claims
+among what is in flight, ends on the last pages of the finished jobs, events by their time. Reads only, and
+costs the same however long the history is.
+
+Under a flood each look shows the newest of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from howdah.encoding import payload
+from howdah.insight.explain import Questions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from howdah.insight.explain import Runner
+    from howdah.protocol.statements import Rows
+
+LIMIT = 1000
+OVERLAP = timedelta(seconds=5)  # for what was committed after later things
+SKEW = timedelta(minutes=1)  # for producers whose clocks are late: ids carry their time
+FIRST_PAGES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occurrence:
+    """One thing that happened: enqueued, claimed, completed, failed, cancelled, error or event."""
+
+    at: datetime
+    what: str
+    job_id: UUID
+    job_type: str | None = None
+    queue: str | None = None
+    attempt: int | None = None
+    worker_id: str | None = None
+    took: float | None = None
+    error: str | None = None
+    event: str | None = None
+    data: Any = None
+    key: tuple[Any, ...] = ()
+
+
+class Tail(Questions):
+    """Looks for what is new since the last look."""
+
+    def __init__(self, runner: Runner, schema: str, back: timedelta) -> None:
+        super().__init__(runner, schema)
+        self._back = back
+        self._since: datetime | None = None
+        self._pages: dict[str, int] = {}
+        self._seen: dict[tuple[Any, ...], datetime] = {}
+
+    def look(self) -> list[Occurrence]:
+        """What happened since the last look, in order; on the first, in the time before."""
+        now: datetime = self._ask("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
+        since = now - self._back if self._since is None else self._since - OVERLAP
+        found = [
+            *self._enqueued(since),
+            *self._claimed(since),
+            *self._ended(since),
+            *self._told(since),
+        ]
+        fresh = [each for each in found if each.key not in self._seen]
+        self._seen = {key: at for key, at in self._seen.items() if at > since - OVERLAP}
+        self._seen |= {each.key: each.at for each in fresh}
+        self._since = now
+        return sorted(fresh, key=lambda each: each.at)
+
+    def _enqueued(self, since: datetime) -> list[Occurrence]:
+        milliseconds = max(0, int((since - SKEW).timestamp() * 1000))
+        return self._ask(
+            """
+            SELECT created_at, id, job_type, queue
+            FROM {s}.jobs
+            WHERE id > $1::uuid AND created_at > $2::timestamptz
+            ORDER BY id DESC
+            LIMIT $3::int
+            """,
+            UUID(int=milliseconds << 80),
+            since,
+            LIMIT,
+            decode=lambda rows: [
+                Occurrence(
+                    at=r[0], what="enqueued", job_id=r[1], job_type=r[2], queue=r[3],
+                    key=("enqueued", r[1]),
+                )
+                for r in rows
+            ],
+        )  # fmt: skip
+
+    def _claimed(self, since: datetime) -> list[Occurrence]:
+        return self._ask(
+            """
+            SELECT claimed_at, id, job_type, queue, attempts, worker_id
+            FROM {s}.live_jobs
+            WHERE status = 'claimed' AND claimed_at > $1::timestamptz
+            ORDER BY claimed_at DESC
+            LIMIT $2::int
+            """,
+            since,
+            LIMIT,
+            decode=lambda rows: [
+                Occurrence(
+                    at=r[0], what="claimed", job_id=r[1], job_type=r[2], queue=r[3], attempt=r[4],
+                    worker_id=r[5], key=("claimed", r[1], r[0]),
+                )
+                for r in rows
+            ],
+        )  # fmt: skip
+
+    def _ended(self, since: datetime) -> list[Occurrence]:
+        # No index leads to the newest of the finished jobs, and none is worth its cost to every
+        # completion. They are appended to the leaf of their day, so the last pages have them.
+        places = self._leaves()
+        leaves: list[str] = []
+        values: list[Any] = [since, LIMIT]
+        for name, pages in places.items():
+            start = max(0, self._pages.get(name, pages - FIRST_PAGES) - 1)
+            if pages == 0:
+                continue
+            values.append(f"({start},0)")
+            place = f"ctid >= ${len(values)}::text::tid AND completed_at > $1::timestamptz"
+            if name == "default":
+                source = "{s}.finished_jobs_default WHERE "
+            else:
+                day = datetime.strptime(name, "%Y%m%d").replace(tzinfo=UTC)
+                values.append(date(day.year, day.month, day.day))
+                source = f"{{s}}.finished_jobs WHERE drop_on = ${len(values)}::date AND "
+            leaves.append(f"(SELECT {_COLUMNS} FROM {source}{place})")
+        self._pages = places
+        if not leaves:
+            return []
+        text = " UNION ALL ".join(leaves) + " ORDER BY 1 DESC LIMIT $2::int"
+        return self._ask(text, *values, decode=lambda rows: list(_ends(rows)))
+
+    def _leaves(self) -> dict[str, int]:
+        return self._ask(
+            """
+            SELECT substr(c.relname, 15), pg_relation_size(c.oid) / current_setting('block_size')::int
+            FROM pg_inherits AS i
+            JOIN pg_class AS c ON c.oid = i.inhrelid
+            WHERE i.inhparent = to_regclass($1::text)
+              AND (c.relname ~ '^finished_jobs_[0-9]{8}$'
+                   OR (c.relname = 'finished_jobs_default' AND has_table_privilege(c.oid, 'SELECT')))
+            """,
+            f"{self._s}.finished_jobs",
+            decode=lambda rows: {r[0]: r[1] or 0 for r in rows},
+        )
+
+    def _told(self, since: datetime) -> list[Occurrence]:
+        rows: list[Any] = self._ask(
+            """
+            SELECT at, job_id, event_id, attempt, kind, data::text
+            FROM {s}.job_events
+            WHERE at > $1::timestamptz
+            ORDER BY at DESC
+            LIMIT $2::int
+            """,
+            since,
+            LIMIT,
+            decode=list,
+        )
+        names: dict[UUID, tuple[str, str]] = self._ask(
+            "SELECT id, job_type, queue FROM {s}.jobs WHERE id = ANY ($1::uuid[])",
+            list({row[1] for row in rows}),
+            decode=lambda jobs: {job[0]: (job[1], job[2]) for job in jobs},
+        )
+        return [_event(row, *names.get(row[1], (None, None))) for row in rows]
+
+
+_COLUMNS = (
+    "completed_at, id, job_type, queue, status, attempts, worker_id, last_error, "
+    "extract(epoch FROM completed_at - coalesce(started_at, claimed_at))::float8"
+)
+
+
+def _ends(rows: Rows) -> Iterator[Occurrence]:
+    for at, job_id, job_type, queue, status, attempts, worker, error, took in rows:
+        yield Occurrence(
+            at=at, what=status, job_id=job_id, job_type=job_type, queue=queue, attempt=attempts,
+            worker_id=worker, took=took, error=None if status == "completed" else error,
+            key=(status, job_id, at),
+        )  # fmt: skip
+
+
+def _event(row: Any, job_type: str | None, queue: str | None) -> Occurrence:
+    at, job_id, event_id, attempt, kind, text = row
+    data = payload.decode(text)
+    is_error = kind == "error" and isinstance(data, dict) and "error" in data
+    return Occurrence(
+        at=at, what="error" if is_error else "event", job_id=job_id, job_type=job_type, queue=queue,
+        attempt=attempt, worker_id=data.get("worker") if is_error else None,
+        error=data["error"] if is_error else None, event=kind, data=data, key=("event", event_id),
+    )  # fmt: skip

@@ -1,0 +1,317 @@
+"""`howdah doctor`: looks for what makes a queue slow, stuck or unsafe, and says what to do about it. Each
+check stands alone: one that cannot be made (a role without the right to look, say) is told as such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+import psycopg
+
+from howdah import sql
+from howdah.errors import counted, did_you_mean
+from howdah.insight.explain import ALIVE, describe
+from howdah.protocol.schema_name import quote_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Level = Literal["ok", "warning", "problem", "unknown"]
+
+OLD_TRANSACTION = timedelta(minutes=5)
+SKEW = timedelta(seconds=2)
+OVERDUE = timedelta(minutes=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found; `advice` says what to do, and is empty where all is well."""
+
+    check: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+class Doctor:
+    """The checks, on one connection in autocommit mode."""
+
+    def __init__(self, conn: psycopg.Connection[Any], schema: str) -> None:
+        self._conn = conn
+        self._schema = schema
+        self._s = quote_schema(schema)
+
+    def examine(self) -> Iterator[Finding]:
+        """Every check, one after the other."""
+        checks: list[tuple[str, Callable[[], Finding]]] = [
+            ("server", self._server),
+            ("schema", self._version),
+            ("access", self._access),
+            ("durability", self._durability),
+            ("notifications", self._listen),
+            ("clock", self._clock),
+            ("transactions", self._transactions),
+            ("slots", self._horizon),
+            ("dead entries", self._dead),
+            ("workers", self._workers),
+            ("job types", self._types),
+            ("lanes", self._lanes),
+            ("leases", self._leases),
+            ("maintenance", self._maintenance),
+            ("retention", self._leaves),
+            ("connections", self._connections),
+        ]
+        for name, check in checks:
+            try:
+                yield check()
+            except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+                yield Finding(name, "problem", f'"{self._schema}" has no Howdah tables',
+                              "Run `howdah migrate`, or name the schema with --schema.")  # fmt: skip
+                return
+            except psycopg.Error as error:
+                reason = (error.diag.message_primary or str(error)).strip()
+                yield Finding(name, "unknown", f"could not be looked at: {reason}")
+                if name == "schema" or self._conn.broken:
+                    return
+
+    def _rows(self, text: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        cursor = psycopg.RawCursor(self._conn)
+        return cursor.execute(text.replace("{s}", self._s), parameters).fetchall()
+
+    def _server(self) -> Finding:
+        version = self._conn.info.server_version
+        name = f"PostgreSQL {version // 10000}.{version % 10000}"
+        if version < 140000:
+            return Finding("server", "problem", name, "Howdah needs PostgreSQL 14 or newer.")
+        behind = self._rows("SELECT pg_is_in_recovery()")[0][0]
+        if behind:
+            return Finding("server", "problem", f"{name}, a standby that cannot write",
+                           "Point the URL at the primary.")  # fmt: skip
+        return Finding("server", "ok", name)
+
+    def _version(self) -> Finding:
+        (found,) = self._rows("SELECT max(version) FROM {s}.migrations")[0]
+        latest = sql.latest_version()
+        if found == latest:
+            return Finding("schema", "ok", f'"{self._schema}" at version {found}')
+        text = f'"{self._schema}" is at version {found}, this code is for {latest}'
+        advice = "Run `howdah migrate`." if found < latest else "Upgrade the howdah package here."
+        return Finding("schema", "warning", text, advice)
+
+    def _access(self) -> Finding:
+        owner, is_super, makers, users = self._rows(
+            "SELECT o.rolname, o.rolsuper, "
+            "count(*) FILTER (WHERE a.privilege_type = 'CREATE'), "
+            "count(*) FILTER (WHERE a.privilege_type = 'USAGE') "
+            "FROM pg_namespace AS n JOIN pg_roles AS o ON o.oid = n.nspowner "
+            "LEFT JOIN LATERAL aclexplode(n.nspacl) AS a ON a.grantee <> n.nspowner "
+            "WHERE n.nspname = $1::text GROUP BY o.rolname, o.rolsuper",
+            self._schema,
+        )[0]
+        text = f'"{owner}" owns it, {counted(users, "other role")} may use it'
+        if makers:
+            return Finding("access", "problem", f"{text}, and {makers} may create objects in it",
+                           "Its functions run with their owner's rights and could be led astray: REVOKE "
+                           f"CREATE ON SCHEMA {self._s}.")  # fmt: skip
+        if is_super and users:
+            return Finding("access", "warning", f"{text}, and the owner is a superuser",
+                           "Its functions run with their owner's rights: `howdah migrate --grants` hands "
+                           "them over to a role that owns nothing else.")  # fmt: skip
+        return Finding("access", "ok", text)
+
+    def _durability(self) -> Finding:
+        settings = dict(
+            self._rows(
+                "SELECT name, setting FROM pg_settings "
+                "WHERE name IN ('fsync', 'synchronous_commit', 'full_page_writes')"
+            )
+        )
+        off = [name for name, value in settings.items() if value == "off"]
+        if "fsync" in off or "full_page_writes" in off:
+            return Finding("durability", "problem", f"{', '.join(off)} is off",
+                           "A crash of the server may lose or corrupt jobs; turn it on.")  # fmt: skip
+        if off:
+            return Finding("durability", "warning", "synchronous_commit is off",
+                           "A crash may lose the last acknowledged enqueues.")  # fmt: skip
+        return Finding("durability", "ok", "commits are durable")
+
+    def _listen(self) -> Finding:
+        channel = f"howdah:doctor:{uuid4().hex[:12]}"
+        self._conn.execute(f'LISTEN "{channel}"'.encode())
+        self._rows("SELECT pg_notify($1::text, '')", channel)
+        heard = any(True for _ in self._conn.notifies(timeout=2, stop_after=1))
+        (behind_pooler,) = self._rows("SELECT pg_backend_pid()")[0]
+        pooled = behind_pooler != self._conn.info.backend_pid
+        if heard:
+            self._conn.execute(f'UNLISTEN "{channel}"'.encode())
+            where = "through the pooler, if it pools sessions" if pooled else "on this connection"
+            return Finding("notifications", "ok", f"LISTEN works {where}")
+        through = " through the pooler" if pooled else ""
+        return Finding("notifications", "warning", f"LISTEN does not work{through}",
+                       "Workers fall back to polling every second; for instant pick-up give them a "
+                       "direct connection or session pooling.")  # fmt: skip
+
+    def _clock(self) -> Finding:
+        before = datetime.now(UTC)
+        (there,) = self._rows("SELECT clock_timestamp()")[0]
+        middle = before + (datetime.now(UTC) - before) / 2
+        skew = there - middle
+        text = f"this machine and the database differ by {abs(skew.total_seconds()):.2f} s"
+        if abs(skew) > SKEW:
+            return Finding("clock", "warning", text,
+                           "The database's clock decides when jobs run; a run_at computed here is off by "
+                           "that much. Use delay=, or set the clock.")  # fmt: skip
+        return Finding("clock", "ok", text)
+
+    def _transactions(self) -> Finding:
+        rows = self._rows(
+            "SELECT pid, usename, application_name, state, clock_timestamp() - xact_start "
+            "FROM pg_stat_activity WHERE xact_start IS NOT NULL AND pid <> pg_backend_pid() "
+            "AND backend_type = 'client backend' ORDER BY xact_start LIMIT 1"
+        )
+        if not rows or rows[0][4] < OLD_TRANSACTION:
+            if not self._rows("SELECT pg_has_role('pg_read_all_stats', 'USAGE')")[0][0]:
+                return Finding("transactions", "unknown", "this role sees its own alone",
+                               "To look at all: GRANT pg_read_all_stats.")  # fmt: skip
+            oldest = f"the oldest is {describe(rows[0][4])} old" if rows else "none is open"
+            return Finding("transactions", "ok", oldest)
+        pid, user, application, state, age = rows[0]
+        who = f"pid {pid}, user {user}" + (f", {application}" if application else "")
+        return Finding("transactions", "warning", f"one is open for {describe(age)} ({who}, {state})",
+                       f"Vacuum cannot clean up behind it. If it is forgotten: SELECT "
+                       f"pg_terminate_backend({pid}).")  # fmt: skip
+
+    def _horizon(self) -> Finding:
+        rows = self._rows(
+            "SELECT slot_name, age(coalesce(xmin, catalog_xmin)) FROM pg_replication_slots "
+            "WHERE coalesce(xmin, catalog_xmin) IS NOT NULL AND NOT active "
+            "UNION ALL SELECT 'prepared transaction ' || gid, age(transaction) FROM pg_prepared_xacts"
+        )
+        if not rows:
+            return Finding("slots", "ok", "no forgotten replication slot or prepared transaction")
+        names = ", ".join(str(row[0]) for row in rows[:3])
+        return Finding("slots", "warning", f"vacuum is held back by {names}",
+                       "Drop the slot or end the prepared transaction if nobody needs it.")  # fmt: skip
+
+    def _dead(self) -> Finding:
+        rows = self._rows(
+            "SELECT n_live_tup, n_dead_tup, last_autovacuum FROM pg_stat_user_tables "
+            "WHERE schemaname = $1::text AND relname = 'live_jobs'",
+            self._schema,
+        )
+        live, dead, _ = rows[0]
+        text = f"live_jobs has {dead:,} dead and {live:,} live rows"
+        if dead > 100_000 and dead > 2 * live:
+            return Finding("dead entries", "warning", text,
+                           "Is autovacuum on, and is an old transaction open (see above)?")  # fmt: skip
+        return Finding("dead entries", "ok", text)
+
+    def _workers(self) -> Finding:
+        (alive, silent) = self._rows(
+            "SELECT count(*) FILTER (WHERE seen_at > clock_timestamp() - $1::interval), "
+            "count(*) FILTER (WHERE seen_at <= clock_timestamp() - $1::interval) FROM {s}.workers",
+            ALIVE,
+        )[0]
+        text = f"{alive} alive" + (f", {silent} vanished without a goodbye" if silent else "")
+        if not alive:
+            return Finding(
+                "workers", "warning", "none is alive", "Start one: `howdah worker module:app`."
+            )
+        return Finding("workers", "ok", text)
+
+    def _types(self) -> Finding:
+        known = {
+            name
+            for (names,) in self._rows(
+                "SELECT job_types FROM {s}.workers WHERE seen_at > clock_timestamp() - $1::interval",
+                ALIVE,
+            )
+            for name in names
+        }
+        waiting = [
+            row[0]
+            for row in self._rows(
+                "SELECT DISTINCT l.job_type FROM {s}.lanes AS l WHERE EXISTS (SELECT FROM {s}.live_jobs j "
+                "WHERE j.status = 'pending' AND j.blockers = 0 AND j.queue = l.queue "
+                "AND j.job_type = l.job_type AND j.priority = l.priority)"
+            )
+        ]
+        if not known:
+            return Finding(
+                "job types",
+                "ok",
+                f"waiting: {counted(len(waiting), 'type')}; no worker to compare with",
+            )
+        unknown = [name for name in waiting if name not in known]
+        if not unknown:
+            return Finding("job types", "ok", "every waiting type is known to a live worker")
+        named = ", ".join(f'"{name}"{did_you_mean(name, known)}' for name in unknown[:5])
+        return Finding("job types", "problem", f"nobody runs {named}",
+                       "Deploy a worker that has the task, or cancel the jobs.")  # fmt: skip
+
+    def _lanes(self) -> Finding:
+        count, ahead = self._rows(
+            "SELECT count(*), count(*) FILTER (WHERE head_at > clock_timestamp()) FROM {s}.lanes"
+        )[0]
+        if count > 5000:
+            return Finding("lanes", "warning", f"{count:,} lanes",
+                           "Each (queue, job type, priority) is one, and a claim looks into all that it "
+                           "serves. Put variable parts into the data, not into the type.")  # fmt: skip
+        return Finding(
+            "lanes", "ok", f"{count:,} lanes" + (f", {ahead} heads ahead" if ahead else "")
+        )
+
+    def _leases(self) -> Finding:
+        (expired,) = self._rows(
+            "SELECT count(*) FROM {s}.live_jobs WHERE status = 'claimed' "
+            "AND lease_expires_at < clock_timestamp() - interval '10 seconds'"
+        )[0]
+        if expired:
+            return Finding("leases", "problem", f"{counted(expired, 'job')} with a lease long run out",
+                           "Nobody runs maintenance: start a worker, or run `howdah recover`.")  # fmt: skip
+        return Finding("leases", "ok", "none has run out unnoticed")
+
+    def _maintenance(self) -> Finding:
+        rows = self._rows(
+            "SELECT duty, clock_timestamp() - due_at, last_error FROM {s}.maintenance "
+            "WHERE due_at < clock_timestamp() - $1::interval OR last_error IS NOT NULL ORDER BY rank",
+            OVERDUE,
+        )
+        if not rows:
+            return Finding("maintenance", "ok", "every duty is done in time")
+        failing = [f"{duty}: {error}" for duty, _, error in rows if error]
+        if failing:
+            return Finding("maintenance", "problem", "; ".join(failing),
+                           "The duty is tried again by itself; the message says what is in its way.")  # fmt: skip
+        late = ", ".join(f"{duty} ({describe(age)} late)" for duty, age, _ in rows)
+        return Finding("maintenance", "warning", late,
+                       "Keep a worker running, or call SELECT run_maintenance() from cron.")  # fmt: skip
+
+    def _leaves(self) -> Finding:
+        (ahead,) = self._rows(
+            "SELECT count(*) FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid "
+            "WHERE i.inhparent = ($1::text)::regclass AND c.relname ~ '^finished_jobs_[0-9]{8}$' "
+            "AND right(c.relname, 8) > to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYYMMDD')",
+            f"{self._s}.finished_jobs",
+        )[0]
+        (stray,) = self._rows("SELECT count(*) FROM {s}.finished_jobs_default")[0]
+        text = f"leaves for {ahead} days ahead" + (
+            f", {counted(stray, 'row')} in the default leaf" if stray else ""
+        )
+        if ahead < 8:
+            return Finding("retention", "warning", text,
+                           "Maintenance has not run for long: see above.")  # fmt: skip
+        return Finding("retention", "ok", text)
+
+    def _connections(self) -> Finding:
+        used, limit = self._rows(
+            "SELECT (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'), "
+            "current_setting('max_connections')::int"
+        )[0]
+        text = f"{used} of {limit} in use"
+        if used > 0.8 * limit:
+            return Finding("connections", "warning", text,
+                           "Raise max_connections, or put a pooler in front.")  # fmt: skip
+        return Finding("connections", "ok", text)

@@ -1,0 +1,215 @@
+"""New jobs, from what callers pass to the statements that enqueue them: checked, encoded, and in batches
+that suit the server. The half of `operations.py` that has nothing to do with claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from howdah.encoding import copy_format, payload, validation
+from howdah.errors import InvalidJob, InvalidOption
+from howdah.model import NewJob, new_id, new_ids, request_id
+from howdah.protocol.statements import Statements
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from howdah.model import Handle, NewJobLike, Seconds
+    from howdah.protocol.statements import Statement
+
+BATCH_BYTES = 4 * 2**20
+BATCH_JOBS = 5_000
+CHUNK = 200  # jobs that are encoded at a time; a COPY of fewer costs more than it saves
+COPY_JOBS = 20_000
+_PLAIN = frozenset(copy_format.COLUMNS)
+
+_NEW_JOB_FIELDS = NewJob.__struct_fields__
+
+
+class InTurn(Iterable[NewJob]):
+    """Jobs that are made of something else, each when its turn comes."""
+
+    def __init__(self, items: Iterable[Any], make: Callable[[Any], NewJob]) -> None:
+        self.items = list(items)
+        self.make = make
+
+    def __iter__(self) -> Iterator[NewJob]:
+        return map(self.make, self.items)
+
+    @classmethod
+    def of(cls, jobs: Iterable[NewJobLike]) -> InTurn:
+        """Jobs in any of their forms."""
+        return jobs if isinstance(jobs, InTurn) else cls(jobs, _to_new_job)
+
+
+class NewJobs:
+    """Turns what callers enqueue into statements."""
+
+    def __init__(
+        self,
+        *,
+        schema: str,
+        keep: Seconds | None,
+        payload_limit: int,
+        idempotency_ttl: Seconds,
+    ) -> None:
+        self.statements = Statements(schema)
+        self.keep = None if keep is None else validation.to_timedelta(keep, "keep")
+        self.payload_limit = validation.option(
+            validation.check_integer, payload_limit, "payload_limit", 2, 2**30
+        )
+        self.idempotency_ttl = validation.to_timedelta(idempotency_ttl, "idempotency_ttl")
+
+    def new_job(
+        self, job_type: str, data: Any, unknown: Mapping[str, Any], **options: Any
+    ) -> NewJob:
+        """The job that a call to `enqueue` describes."""
+        refuse_unknown(unknown, (*_NEW_JOB_FIELDS, "conn"))
+        return NewJob(job_type=job_type, data={} if data is None else data, **options)
+
+    def encode(self, job: NewJob, job_id: UUID | None = None) -> dict[str, Any]:
+        """A job, checked, with its id, its request id and the queue's retention filled in."""
+        if job.request_id is None and (current := request_id.get()) is not None:
+            job = msgspec.structs.replace(job, request_id=current)
+        if job.keep is None and self.keep is not None:
+            job = msgspec.structs.replace(job, keep=self.keep)
+        return payload.encode_job(job, job_id or new_id(), self.payload_limit)
+
+    def encode_many(self, jobs: Iterable[NewJobLike]) -> list[dict[str, Any]]:
+        """Jobs in any of their forms, checked; an error names the index."""
+        return [job for chunk in self.encode_chunks(InTurn.of(jobs)) for job in chunk]
+
+    def encode_chunks(self, jobs: InTurn) -> Iterator[list[dict[str, Any]]]:
+        """The same, as they are asked for, so many at a time."""
+        for start in range(0, len(jobs.items), CHUNK):
+            chunk = jobs.items[start : start + CHUNK]
+            encoded: list[dict[str, Any]] = []
+            for item, job_id in zip(chunk, new_ids(len(chunk)), strict=True):
+                try:
+                    encoded.append(self.encode(jobs.make(item), job_id))
+                except InvalidJob as error:
+                    raise error.at(start + len(encoded)) from None
+                except InvalidOption as error:
+                    raise InvalidOption(f"job {start + len(encoded)}: {error}") from None
+                except Exception as error:  # a mapping of the caller's own may raise anything
+                    why = f"it could not be read: {payload.describe_error(error)}."
+                    raise InvalidJob(why, field="job").at(start + len(encoded)) from error
+            yield encoded
+
+    def enqueue(
+        self, jobs: list[dict[str, Any]], *, again: bool = False
+    ) -> list[Statement[list[Handle]]]:
+        """Encoded jobs in as many statements as their size asks for. `again`: unless they are there."""
+        return [
+            self.statements.enqueue_jobs(
+                payload.encode_batch(batch), self.idempotency_ttl, again=again
+            )
+            for batch in _batches(jobs)
+        ]
+
+    def enqueue_many(self, jobs: Iterable[NewJobLike], *, borrowed: bool) -> Bulk:
+        """Jobs in any of their forms, to be sent together, on a `borrowed` connection or one of ours."""
+        return Bulk(self, InTurn.of(jobs), copy=not borrowed)
+
+
+class Bulk:
+    """A bulk enqueue. Its statements are made while they are sent: the server stores what it has while the
+    next jobs are encoded here. They are to be run in one transaction.
+
+    Many plain jobs are copied, as far as there is nothing special about them. What follows, and what is
+    sent again because the connection broke, goes as JSON."""
+
+    def __init__(self, new_jobs: NewJobs, jobs: InTurn, *, copy: bool) -> None:
+        self.encoded: list[dict[str, Any]] = []
+        self._do = new_jobs
+        self._copy = copy and len(jobs.items) >= CHUNK
+        self._chunks = new_jobs.encode_chunks(jobs)
+        self._next: list[dict[str, Any]] = []
+        self._advance()  # what is wrong with the first of them is told before anything is sent
+
+    def __bool__(self) -> bool:
+        return bool(self.encoded)
+
+    def statements(self) -> Iterable[Statement[list[Handle]]]:
+        """What to send. If the connection breaks, it is to be gone through once more."""
+        return self if self._copy else self._do.enqueue(self._rest())
+
+    def __iter__(self) -> Iterator[Statement[list[Handle]]]:
+        if not self._copy:
+            self._rest()
+            yield from self._do.enqueue(self.encoded, again=True)
+            return
+        self._copy = False  # nor a second time
+        lanes: set[tuple[str, str, int]] = set()
+        while self._is_plain():
+            copied: list[dict[str, Any]] = []
+            yield self._do.statements.copy_jobs(self._lines(copied), copied)
+            lanes |= {_lane(job) for job in copied}
+        if lanes:
+            yield self._do.statements.announce_jobs(payload.encode_batch(sorted(lanes)))
+        yield from self._do.enqueue(self._rest())
+
+    def _advance(self) -> None:
+        self._next = next(self._chunks, [])
+        self.encoded += self._next
+
+    def _is_plain(self) -> bool:
+        return bool(self._next) and all(map(_PLAIN.issuperset, self._next))
+
+    def _lines(self, copied: list[dict[str, Any]]) -> Iterator[bytes]:
+        """The next jobs for one COPY, as long as they are plain."""
+        while len(copied) < COPY_JOBS and self._is_plain():
+            copied += self._next
+            yield copy_format.encode_lines(self._next)
+            self._advance()
+
+    def _rest(self) -> list[dict[str, Any]]:
+        """What has not been sent."""
+        rest: list[dict[str, Any]] = []
+        while self._next:
+            rest += self._next
+            self._advance()
+        return rest
+
+
+def _lane(job: Mapping[str, Any]) -> tuple[str, str, int]:
+    return job.get("queue", "default"), job["job_type"], job.get("priority", 100)
+
+
+def refuse_unknown(unknown: Iterable[Any], known: Iterable[str]) -> None:
+    for name in unknown:
+        raise InvalidOption.unknown(str(name), known)
+
+
+def _to_new_job(job: NewJobLike) -> NewJob:
+    match job:
+        case NewJob():
+            return job
+        case (str() as job_type, data):
+            return NewJob(job_type=job_type, data=data)
+        case Mapping():
+            refuse_unknown((name for name in job if name not in _NEW_JOB_FIELDS), _NEW_JOB_FIELDS)
+            if "job_type" not in job:
+                raise InvalidJob("job_type is missing.", field="job_type")
+            return NewJob(**job)
+        case _:
+            raise InvalidJob(
+                f"a {type(job).__name__} is not a job; give a NewJob, a mapping or (job_type, data).",
+                field="job",
+            )
+
+
+def _batches(jobs: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    size = 0
+    for job in jobs:
+        length = len(memoryview(job["data"])) + 200
+        if batch and (len(batch) >= BATCH_JOBS or size + length > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(job)
+        size += length
+    if batch:
+        yield batch

@@ -1,0 +1,355 @@
+"""What a queue does, without doing it: checks the caller's input, keeps the fences of what was claimed,
+and turns each call into a Statement. `JobQueue` and `AsyncJobQueue` only run what this gives them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from howdah.encoding import payload, validation
+from howdah.errors import InvalidOption, JobNotFound, LeaseLost, NotClaimed
+from howdah.model import (
+    Claim,
+    Event,
+    Handle,
+    Job,
+    JobRef,
+    Seconds,
+    Status,
+)
+from howdah.protocol.new_jobs import NewJobs
+from howdah.protocol.statements import Filters, Rows, Statement
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+T = TypeVar("T")
+
+REMEMBERED = 100_000
+MAINTENANCE_PERIOD = 2.0
+
+
+class Operations(NewJobs):
+    """The pure half of a queue."""
+
+    def __init__(
+        self,
+        *,
+        schema: str,
+        lease: Seconds,
+        worker_id: str | None,
+        keep: Seconds | None,
+        payload_limit: int,
+        idempotency_ttl: Seconds,
+    ) -> None:
+        super().__init__(
+            schema=schema, keep=keep, payload_limit=payload_limit, idempotency_ttl=idempotency_ttl
+        )
+        self.lease = validation.to_lease(lease)
+        if worker_id is not None:
+            validation.option(validation.check_name, worker_id, "worker_id", 100)
+        self._worker_id = worker_id
+        self._fences: OrderedDict[UUID, UUID] = OrderedDict()
+
+    @property
+    def worker_id(self) -> str:
+        """The name under which this process claims; a forked child has its own."""
+        return self._worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}"
+
+    # ── claiming and acknowledging ────────────────────────────────────────────────────────────────
+
+    def claim(
+        self,
+        job_types: str | Sequence[str] | None,
+        batch_size: int,
+        lease: Seconds | None,
+        queues: str | Sequence[str],
+        *,
+        started: bool = False,
+    ) -> Statement[list[Job]]:
+        """Claim jobs and remember their fences."""
+        validation.option(validation.check_integer, batch_size, "batch_size", 1, 10_000)
+        statement = self.statements.claim_job_batch(
+            self.worker_id,
+            None if job_types is None else _texts(job_types, "job_types"),
+            batch_size,
+            self.lease if lease is None else validation.to_lease(lease),
+            _texts(queues, "queues"),
+            started=started,
+        )
+        return _then(statement, self._remember)
+
+    def _remember(self, jobs: list[Job]) -> list[Job]:
+        self._fences.update((job.id, job.lease_id) for job in jobs if job.lease_id is not None)
+        while len(self._fences) > REMEMBERED:
+            self._fences.popitem(last=False)
+        return jobs
+
+    def _fence(self, ref: JobRef) -> tuple[UUID, UUID]:
+        if isinstance(ref, Claim):
+            return ref.id, ref.lease_id
+        if isinstance(ref, Job) and ref.lease_id is not None and not ref.status.is_final:
+            return ref.id, ref.lease_id
+        job_id = to_id(ref)
+        fence = self._fences.get(job_id)
+        if fence is None:
+            raise NotClaimed(job_id)
+        return job_id, fence
+
+    def _fenced(self, refs: JobRef | Iterable[JobRef]) -> tuple[list[UUID], list[UUID]]:
+        pairs = [self._fence(ref) for ref in _many(refs)]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    def _acknowledged(
+        self, ids: list[UUID], fences: list[UUID], *, forget: bool
+    ) -> Callable[[list[UUID]], None]:
+        """Tells the caller of every id that was refused. Forgets fences that are of no more use."""
+
+        def check(accepted: list[UUID]) -> None:
+            refused = set(ids).difference(accepted)
+            for job_id, fence in zip(ids, fences, strict=True):
+                # This queue may have claimed the job anew: then the newer fence stays.
+                if (forget or job_id in refused) and self._fences.get(job_id) == fence:
+                    self._fences.pop(job_id, None)
+            if refused:
+                raise LeaseLost(sorted(refused))
+
+        return check
+
+    # `joined`: the caller's transaction may yet roll back, and then the fences are needed again.
+
+    def complete(
+        self, jobs: JobRef | Iterable[JobRef], result: Any, *, joined: bool = False
+    ) -> Statement[None]:
+        """Complete one job with its result, or several with a list of results (or none)."""
+        ids, fences = self._fenced(jobs)
+        results = _spread(jobs, result, len(ids), "result")
+        statement = self.statements.complete_jobs(
+            ids, fences, [None if each is None else payload.clean_json(each) for each in results]
+        )
+        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+
+    def fail(
+        self,
+        jobs: JobRef | Iterable[JobRef],
+        reason: BaseException | str,
+        retry: bool,
+        run_at: datetime | None,
+        delay: Seconds | None,
+        *,
+        joined: bool = False,
+    ) -> Statement[None]:
+        """Fail jobs, to be tried again at once, at `run_at`, after `delay`, or not at all."""
+        if run_at is not None and delay is not None:
+            raise InvalidOption("run_at and delay exclude each other; give one of them.")
+        if not retry and (run_at is not None or delay is not None):
+            raise InvalidOption("retry=False and a time to retry at exclude each other.")
+        if run_at is not None:
+            run_at = validation.option(validation.check_time, run_at, "run_at")
+        pause = None
+        if retry and run_at is None:
+            pause = validation.to_timedelta(0 if delay is None else delay, "delay")
+        ids, fences = self._fenced(jobs)
+        n = len(ids)
+        statement = self.statements.fail_jobs(
+            ids, fences, [payload.describe_error(reason)] * n, [run_at] * n, [pause] * n
+        )
+        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+
+    def release(
+        self, jobs: JobRef | Iterable[JobRef], delay: Seconds | None, *, joined: bool = False
+    ) -> Statement[None]:
+        """Give jobs back; the attempt does not count."""
+        ids, fences = self._fenced(jobs)
+        pause = validation.to_timedelta(0 if delay is None else delay, "delay")
+        statement = self.statements.release_jobs(ids, fences, pause)
+        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+
+    def extend(self, jobs: JobRef | Iterable[JobRef], lease: Seconds | None) -> Statement[None]:
+        """Extend leases to `lease` from now."""
+        ids, fences = self._fenced(jobs)
+        until = self.lease if lease is None else validation.to_lease(lease)
+        statement = self.statements.extend_jobs(ids, fences, until)
+        return _then(_then(statement, _mine), self._acknowledged(ids, fences, forget=False))
+
+    def progress(
+        self, jobs: JobRef | Iterable[JobRef], percent: float | None, stage: str | None
+    ) -> Statement[None]:
+        """Report how far jobs are."""
+        ids, fences = self._fenced(jobs)
+        n = len(ids)
+        if stage is not None:
+            stage = payload.clean_text(stage, payload.STAGE_LIMIT)
+        statement = self.statements.report_progress(
+            ids, fences, [payload.clean_percent(percent)] * n, [stage] * n
+        )
+        return _then(_then(statement, _mine), self._acknowledged(ids, fences, forget=False))
+
+    def event(self, jobs: JobRef | Iterable[JobRef], kind: str, data: Any) -> Statement[None]:
+        """Append an event to the stream of each job."""
+        ids, fences = self._fenced(jobs)
+        n = len(ids)
+        statement = self.statements.add_events(
+            ids,
+            fences,
+            [payload.clean_text(kind, 100) or "event"] * n,
+            [payload.clean_json({} if data is None else data)] * n,
+        )
+        return _then(statement, self._acknowledged(ids, fences, forget=False))
+
+    # ── looking and operating ─────────────────────────────────────────────────────────────────────
+
+    def recover_stale_jobs(self, timeout: Seconds | None, limit: int) -> Statement[int]:
+        """Return jobs of vanished workers to the queue."""
+        interval = None if timeout is None else validation.to_timedelta(timeout, "timeout")
+        validation.option(validation.check_integer, limit, "limit", 1, 2**31 - 1)
+        return self.statements.recover_stale_jobs(interval, limit)
+
+    def cancel(self, jobs: JobRef | Iterable[JobRef]) -> Statement[dict[UUID, str]]:
+        """Cancel jobs."""
+        return self.statements.cancel_jobs([to_id(ref) for ref in _many(jobs)])
+
+    def retry(self, jobs: JobRef | Iterable[JobRef]) -> Statement[list[UUID]]:
+        """Reopen finished jobs."""
+        return self.statements.retry_jobs([to_id(ref) for ref in _many(jobs)])
+
+    def pending(self, queue: str | None, job_type: str | None) -> Statement[int]:
+        """Count waiting jobs."""
+        return self.statements.pending_count(*_names(queue=queue, job_type=job_type))
+
+    def counts(self, queue: str | None, job_type: str | None) -> Statement[dict[Status, int]]:
+        """Count jobs by status."""
+        return self.statements.counts(*_names(queue=queue, job_type=job_type))
+
+    def get(self, job: JobRef) -> Statement[Job]:
+        """One job as it is now."""
+        job_id = to_id(job)
+
+        def found(job: Job | None) -> Job:
+            if job is None:
+                raise JobNotFound(job_id)
+            return _unfenced(job)
+
+        return _then(self.statements.get(job_id), found)
+
+    def events(self, job: JobRef, after: int) -> Statement[list[Event]]:
+        """A job's events."""
+        validation.option(validation.check_integer, after, "after", 0, 2**63 - 1)
+        return self.statements.events(to_id(job), after)
+
+    def find(
+        self,
+        limit: int,
+        before: JobRef | None,
+        data: Mapping[str, Any] | None,
+        unknown: Mapping[str, Any],
+        **options: Any,
+    ) -> Statement[list[Job]]:
+        """Jobs that match, newest first."""
+        known = ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data")
+        for name in unknown:
+            raise InvalidOption.unknown(name, (*known, "limit", "before"), "filter")
+        validation.option(validation.check_integer, limit, "limit", 1, 10_000)
+        for name in ("status", "job_type", "queue"):
+            options[name] = () if options[name] is None else _texts(options[name], name)
+        for status in options["status"]:
+            if status not in set(Status):
+                raise InvalidOption.unknown(status, Status, "status")
+        for name in ("request_id", "ordering_key", "worker_id"):
+            _names(**{name: options[name]})
+        filters = Filters(
+            data=None if data is None else _contained(data),
+            before=None if before is None else to_id(before),
+            **options,
+        )
+        statement = self.statements.find(filters, limit)
+        return _then(statement, lambda jobs: [_unfenced(job) for job in jobs])
+
+    def clear(self, older_than: Seconds, statuses: str | Sequence[str] | None) -> Statement[int]:
+        """Remove finished jobs."""
+        final = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
+        wanted = final if statuses is None else _texts(statuses, "statuses")
+        for status in wanted:
+            if status not in final:
+                raise InvalidOption.unknown(status, final, "final status")
+        return self.statements.clear_finished(
+            validation.to_timedelta(older_than, "older_than"), wanted
+        )
+
+
+def to_id(ref: JobRef) -> UUID:
+    """The id behind a job, a handle, an id or its text."""
+    if isinstance(ref, UUID):
+        return ref
+    if isinstance(ref, Job | Handle | Claim):
+        return ref.id
+    try:
+        return UUID(ref)
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidOption(f"{ref!r:.100} is not a job id.") from None
+
+
+def _names(**names: str | None) -> list[str | None]:
+    """Texts to look for, checked: each may be left out, none may be what cannot be stored."""
+    for name, text in names.items():
+        if text is not None:
+            validation.option(validation.check_name, text, name, payload.KEY_LIMIT)
+    return list(names.values())
+
+
+def _contained(data: Mapping[str, Any]) -> str:
+    raw = validation.option(payload.encode_data, data)
+    return bytes(memoryview(raw)).decode()
+
+
+def _unfenced(job: Job) -> Job:
+    # The fence belongs to whoever claimed the job; looking at it is no right to acknowledge it.
+    return job if job.lease_id is None else msgspec.structs.replace(job, lease_id=None)
+
+
+def _many(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
+    if isinstance(refs, Job | Handle | Claim | UUID | str):
+        return [refs]
+    if not isinstance(refs, Iterable):
+        raise InvalidOption(f"{refs!r:.100} is not a job id.")
+    return list(refs)
+
+
+def _spread(refs: Any, value: Any, n: int, name: str) -> list[Any]:
+    if isinstance(refs, Job | Handle | Claim | UUID | str):
+        return [value]
+    if value is None:
+        return [None] * n
+    if not isinstance(value, list) or len(value) != n:
+        raise InvalidOption(f"{name} must be a list of {n} values, one for each job.")
+    return value
+
+
+def _texts(value: str | Sequence[str], name: str) -> list[str]:
+    if not isinstance(value, Iterable):
+        raise InvalidOption(f"{name} must be a string or a list of them, not {value!r:.80}.")
+    texts = [value] if isinstance(value, str) else list(value)
+    return [validation.option(validation.check_name, text, name) for text in texts]
+
+
+def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:
+    return [job_id for job_id, _, mine, _ in answers if mine]
+
+
+def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
+    """The statement with one more step behind its decoding."""
+
+    def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
+        return check(inner(rows))
+
+    again = statement.again
+    return replace(
+        statement, decode=decode, again=None if again is None else lambda: _then(again(), check)
+    )

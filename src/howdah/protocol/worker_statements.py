@@ -1,0 +1,175 @@
+"""The operations that workers, watchers and the task runner add to `statements.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from howdah.protocol.statements import Statement, Statements
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime, timedelta
+    from uuid import UUID
+
+    from howdah.protocol.statements import Rows
+
+
+def _ids(rows: Rows) -> list[UUID]:
+    return [row[0] for row in rows]
+
+
+def _nothing(rows: Rows) -> None:
+    return None
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """A job as a worker needs it: narrower than `Job`, and its data still text."""
+
+    id: UUID
+    lease_id: UUID
+    job_type: str
+    queue: str
+    data: str
+    attempts: int
+    max_attempts: int
+    claims: int
+    request_id: str | None
+    traceparent: str | None
+    idempotency_key: str | None
+    waited: float
+    """Seconds from due to claimed, by the database's clock."""
+
+
+class WorkerStatements(Statements):
+    """The operations on one schema, those of workers included."""
+
+    def claim(
+        self,
+        worker_id: str,
+        job_types: Sequence[str],
+        batch_size: int,
+        lease: timedelta,
+        queues: Sequence[str],
+        ignore_heads: bool,
+    ) -> Statement[list[Claimed]]:
+        """`claim_job_batch`, narrow, and without waiting for the disk: a claim that a crash of the server
+        undoes never was, and its fence is refused. Every other statement commits durably."""
+        return Statement(
+            "SELECT id, lease_id, job_type, queue, data::text, attempts, max_attempts, claims, "
+            "request_id, traceparent, idempotency_key, "
+            "extract(epoch FROM claimed_at - run_at)::float8 "
+            "FROM set_config('synchronous_commit', 'off', true), "
+            f"{self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
+            "false, $6::boolean)",
+            (worker_id, list(job_types), batch_size, lease, list(queues), ignore_heads),
+            lambda rows: [Claimed(*row) for row in rows],
+        )
+
+    def next_due_at(
+        self, job_types: Sequence[str], queues: Sequence[str]
+    ) -> Statement[tuple[datetime | None, datetime]]:
+        """When the first job that is not yet due will be, and what time it is there."""
+        return Statement(
+            f"SELECT {self._s}.next_due_at($1::text[], $2::text[]), clock_timestamp()",
+            (list(job_types), list(queues)),
+            lambda rows: (rows[0][0], rows[0][1]),
+        )
+
+    def register_worker(
+        self,
+        worker_id: str,
+        host: str,
+        pid: int,
+        queues: Sequence[str],
+        job_types: Sequence[str],
+        priorities: Sequence[int],
+        info: str,
+    ) -> Statement[None]:
+        """Announce a worker and make the lanes of its tasks."""
+        return Statement(
+            f"SELECT {self._s}.register_worker($1::text, $2::text, $3::int, $4::text[], $5::text[], "
+            "$6::int[], $7::jsonb)",
+            (worker_id, host, pid, list(queues), list(job_types), list(priorities), info),
+            _nothing,
+        )
+
+    def touch_worker(self, worker_id: str, idle: bool | None, info: str | None) -> Statement[None]:
+        """Say that a worker lives, and whether it is idle."""
+        return Statement(
+            f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb)",
+            (worker_id, idle, info),
+            _nothing,
+        )
+
+    def beat_worker(self, worker_id: str, info: str, counts: str | None) -> Statement[None]:
+        """Say that a worker lives and what it has done."""
+        return Statement(
+            f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb)",
+            (worker_id, info, counts),
+            _nothing,
+        )
+
+    def remove_worker(self, worker_id: str) -> Statement[None]:
+        """Say that a worker is gone."""
+        return Statement(f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), _nothing)
+
+    def stop_jobs(
+        self, ids: Sequence[UUID], lease_ids: Sequence[UUID], reasons: Sequence[str]
+    ) -> Statement[list[UUID]]:
+        """End claimed jobs as cancelled."""
+        return Statement(
+            f"SELECT * FROM {self._s}.stop_jobs($1::uuid[], $2::uuid[], $3::text[])",
+            (list(ids), list(lease_ids), list(reasons)),
+            _ids,
+        )
+
+    def takeover_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
+        """Take claimed jobs away from their workers."""
+        return Statement(f"SELECT * FROM {self._s}.takeover_jobs($1::uuid[])", (list(ids),), _ids)
+
+    def enqueue_and_claim(
+        self,
+        job: str,
+        worker_id: str,
+        lease: timedelta,
+        idempotency_ttl: timedelta,
+        lease_id: UUID,
+    ) -> Statement[tuple[UUID, UUID | None]]:
+        """Enqueue one job and claim it: (id, fence), with no fence if the key was taken."""
+        return Statement(
+            f"SELECT id, lease_id FROM {self._s}.enqueue_and_claim($1::text::jsonb, $2::text, "
+            "$3::interval, $4::interval, $5::uuid)",
+            (job, worker_id, lease, idempotency_ttl, lease_id),
+            lambda rows: (rows[0][0], rows[0][1]),
+        )
+
+    def add_late_events(
+        self,
+        ids: Sequence[UUID],
+        lease_ids: Sequence[UUID],
+        kinds: Sequence[str],
+        datas: Sequence[str],
+    ) -> Statement[list[UUID]]:
+        """Append events to jobs that their handlers have completed themselves."""
+        return Statement(
+            f"SELECT * FROM {self._s}.add_late_events($1::uuid[], $2::uuid[], $3::text[], "
+            "$4::text[]::jsonb[])",
+            (list(ids), list(lease_ids), list(kinds), list(datas)),
+            _ids,
+        )
+
+    def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
+        """Ask to be told of changes to jobs."""
+        return Statement(
+            f"SELECT {self._s}.watch_jobs($1::text, $2::uuid[], $3::interval)",
+            (watcher, list(ids), duration),
+            _nothing,
+        )
+
+    def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
+        """Stop being told."""
+        return Statement(
+            f"SELECT {self._s}.unwatch_jobs($1::text, $2::uuid[])", (watcher, list(ids)), _nothing
+        )
