@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import psycopg
 import pytest
-from bench import filling, growth, growth_report
 from bench.filling import Filler
 from bench.results import Results
+
+from bench import filling, growth, growth_report
 
 if TYPE_CHECKING:
     from pathlib import Path

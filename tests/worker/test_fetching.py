@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from waiting import eventually
 
 from children import Children, all_ended, until
 from howdah import Context, NewJob
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker import fetcher
+from waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tasks_module import note
-from waiting import DEADLINE, ended, eventually, lines
 
 from howdah import JobCancelled, JobFailed, Retry, Status
 from howdah.worker import processes
+from tasks_module import note
+from waiting import DEADLINE, ended, eventually, lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from waiting import ended, eventually, lines
 
 import howdah
 from howdah import (
@@ -31,6 +30,7 @@ from howdah import (
     Status,
     TaskInFlight,
 )
+from waiting import ended, eventually, lines
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,11 +11,11 @@ from uuid import UUID
 import asyncpg
 import psycopg
 import pytest
-from waiting import ended, eventually, lines
 
 import howdah
 from howdah import Aborted, Context, HowdahError, InvalidOption, Retry, Status
 from howdah.execution import heartbeat as heartbeat_module
+from waiting import ended, eventually, lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

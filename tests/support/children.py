@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-HERE = Path(__file__).parent / "worker"
+HERE = Path(__file__).parent
 DEADLINE = 120.0
 
 

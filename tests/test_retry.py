@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import ended, failed_once
 
 from howdah import InvalidOption, Retry, Status
 from howdah.retry import to_retry
+from waiting import ended, failed_once
 
 if TYPE_CHECKING:
     from conftest import RunWorker

@@ -8,11 +8,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 import tasks_module
+from howdah import Cancel, Context, Fail, Retry, Snooze, StateChange, Status
 from tasks_module import note
 from waiting import ended, eventually, lines
-
-from howdah import Cancel, Context, Fail, Retry, Snooze, StateChange, Status
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -7,11 +7,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from waiting import eventually
 
 from howdah import Context, JobCancelled, JobFailed, JobNotFound, ResultTimeout, Retry, Status
 from howdah.database import listener
 from howdah.execution import watch
+from waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

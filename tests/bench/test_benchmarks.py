@@ -9,10 +9,11 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from bench import bars, choices, peers, pgbench, plan, plots, report, workloads
 from bench.ledger import Ledger
 from bench.results import Results, percentile
 from bench.services import Postgres
+
+from bench import bars, choices, peers, pgbench, plan, plots, report, workloads
 
 if TYPE_CHECKING:
     from pathlib import Path

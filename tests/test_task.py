@@ -20,7 +20,6 @@ import msgspec
 import psycopg
 import pydantic
 import pytest
-from waiting import ended
 
 from howdah import (
     App,
@@ -33,6 +32,7 @@ from howdah import (
     UnknownTask,
     Worker,
 )
+from waiting import ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -558,9 +558,9 @@ def test_a_type_checker_sees_the_functions_own_signature(tmp_path: Path) -> None
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary",
          "--disable-error-code=empty-body",
-         "--cache-dir", str(Path(__file__).parents[2] / ".mypy_cache" / "snippets"), "snippet.py"],
+         "--cache-dir", str(Path(__file__).parents[1] / ".mypy_cache" / "snippets"), "snippet.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "MYPYPATH": str(Path(__file__).parents[2] / "src")},
+        env={**os.environ, "MYPYPATH": str(Path(__file__).parents[1] / "src")},
     )  # fmt: skip
     said = checked.stdout.splitlines()
     revealed = [line.split('"')[1] for line in said if "Revealed type" in line]
