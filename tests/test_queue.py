@@ -345,7 +345,9 @@ async def test_a_job_found_invalid_after_others_were_sent_takes_them_back(
 
 
 def test_jobs_in_bulk_are_encoded_while_others_are_sent(queue: JobQueue) -> None:
-    bulk = queue._do.enqueue_many([("bulk", n) for n in range(10 * CHUNK)], borrowed=False)
+    bulk = queue._backend.operations.enqueue_many(
+        [("bulk", n) for n in range(10 * CHUNK)], on_caller_connection=False
+    )
     (copy, *_) = itertools.islice(bulk.statements(), 1)
     assert copy.copy is not None
     for sent, _ in enumerate(copy.copy.lines, 1):

@@ -17,6 +17,7 @@ from typing import (
 )
 
 from howdah.async_queue import AsyncJobQueue
+from howdah.async_queue import backend_of as async_backend_of
 from howdah.encoding import payload, validation
 from howdah.errors import (
     DuplicateTask,
@@ -26,7 +27,7 @@ from howdah.execution.watch import Watcher, background
 from howdah.model import DISCOVERED, Handle, Job, JobRef, NewJob, Seconds, Status
 from howdah.protocol.operations import to_id
 from howdah.protocol.worker_statements import WorkerStatements
-from howdah.queue import JobQueue
+from howdah.queue import JobQueue, backend_of
 from howdah.retry import Delay, Retry, to_retry
 from howdah.task import (
     AsyncTask,
@@ -89,6 +90,9 @@ class App:
         self.statements = WorkerStatements(schema)
         self.queue = JobQueue(database, **options)
         self.aqueue = AsyncJobQueue(database, **options)
+        # Below the public methods: what tasks, `task.run` and tests go through.
+        self.backend = backend_of(self.queue)
+        self.abackend = async_backend_of(self.aqueue)
         self._make_queue = functools.partial(AsyncJobQueue, database, **options)
         self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watcher] = (
             weakref.WeakKeyDictionary()
@@ -213,11 +217,11 @@ class App:
     def takeover(self, job: JobRef) -> bool:
         """Take a running job away from its worker, who stops it, and let another one have it. The
         attempt that was cut off does not count. False if no worker had it."""
-        return bool(self.queue._store.run(self.statements.takeover_jobs([to_id(job)])))
+        return bool(self.backend.run(self.statements.takeover_jobs([to_id(job)])))
 
     async def atakeover(self, job: JobRef) -> bool:
         """`takeover`, awaited."""
-        return bool(await self.aqueue._store.run(self.statements.takeover_jobs([to_id(job)])))
+        return bool(await self.abackend.run(self.statements.takeover_jobs([to_id(job)])))
 
     def handle(self, job: JobRef) -> TaskHandle[Any]:
         """A handle for a job of one of these tasks, to wait for it or watch it."""

@@ -4,18 +4,16 @@ docstrings. `operations.py` decides what is sent; this only sends it."""
 from __future__ import annotations
 
 import logging
-import time
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 from howdah.database.async_store import AsyncStore
+from howdah.database.backend import AsyncBackend
 from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
 from howdah.encoding import payload
-from howdah.errors import HowdahError, InvalidJob
-from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
-from howdah.protocol.enqueue_batcher import Enqueuer
-from howdah.protocol.operations import MAINTENANCE_PERIOD, Operations
-from howdah.queue import JobQueue, blame, report_duties
+from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
+from howdah.protocol.operations import Operations
+from howdah.queue import JobQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +45,7 @@ class AsyncJobQueue:
         timeout: float = TIMEOUT,
         command_timeout: float = COMMAND_TIMEOUT,
     ) -> None:
-        self._do = Operations(
+        self._operations = Operations(
             schema=schema,
             lease=lease,
             worker_id=worker_id,
@@ -55,11 +53,10 @@ class AsyncJobQueue:
             payload_limit=payload_limit,
             idempotency_ttl=idempotency_ttl,
         )
-        self._store = AsyncStore(
+        store = AsyncStore(
             database, schema, create=create, timeout=timeout, command_timeout=command_timeout
         )
-        self._enqueuer = Enqueuer(self._send)
-        self._tick = 0.0
+        self._backend = AsyncBackend(self._operations, store)
 
     async def enqueue(
         self,
@@ -86,35 +83,15 @@ class AsyncJobQueue:
         time, in order. `conn` is a connection of yours (psycopg, SQLAlchemy, Django; asyncpg for the
         async queue): the job then joins its transaction, and exists only if that commits.
         """
-        job = self._do.new_job(
+        job = self._operations.new_job(
             job_type, data, unknown, priority=priority, queue=queue, run_at=run_at, delay=delay,
             max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
             request_id=request_id, traceparent=traceparent, keep=keep,
         )  # fmt: skip
-        return await self._enqueue(job, conn)
-
-    async def _enqueue(self, job: NewJob, conn: Any) -> Handle:
-        encoded = self._do.encode(job)
-        # A key may have to wait for another caller's transaction: that is no neighbour to share with.
-        if conn is None and job.idempotency_key is None:
-            return await self._enqueuer.enqueue(encoded)
-        (statement,) = self._do.enqueue([encoded])
-        return (await self._store.run(statement, conn))[0]
-
-    async def _send(self, jobs: list[dict[str, Any]]) -> list[Handle]:
-        answers = await self._store.run_all(self._do.enqueue(jobs))
-        return [handle for answer in answers for handle in answer]
+        return await self._backend.enqueue(job, conn)
 
     async def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
-        bulk = self._do.enqueue_many(jobs, borrowed=conn is not None)
-        try:
-            if conn is not None:
-                answers = [await self._store.run(each, conn) for each in bulk.statements()]
-            else:
-                answers = await self._store.run_all(bulk.statements()) if bulk else []
-        except InvalidJob as error:
-            raise blame(error, bulk.encoded) from error.__cause__
-        return [handle for answer in answers for handle in answer]
+        return await self._backend.enqueue_many(jobs, conn)
 
     async def claim(
         self,
@@ -130,10 +107,10 @@ class AsyncJobQueue:
         Each must be completed, failed, released or extended before its lease runs out; after that it
         goes back to the queue. Every few seconds a claim also runs the maintenance that is due.
         """
-        statement = self._do.claim(job_types, batch_size, lease, queues)
+        statement = self._operations.claim(job_types, batch_size, lease, queues)
         if conn is None:
-            await self._maintain()
-        return await self._store.run(statement, conn)
+            await self._backend.run_maintenance_if_due()
+        return await self._backend.run(statement, conn)
 
     async def claim_one(
         self,
@@ -144,16 +121,18 @@ class AsyncJobQueue:
         conn: Any = None,
     ) -> Job | None:
         """Claim the next due job, or None. It counts as started: nothing is prefetched."""
-        statement = self._do.claim(job_types, 1, lease, queues, started=True)
+        statement = self._operations.claim(job_types, 1, lease, queues, started=True)
         if conn is None:
-            await self._maintain()
-        jobs = await self._store.run(statement, conn)
+            await self._backend.run_maintenance_if_due()
+        jobs = await self._backend.run(statement, conn)
         return jobs[0] if jobs else None
 
     async def complete(
         self, job: JobRef | Iterable[JobRef], result: Any = None, *, conn: Any = None
     ) -> None:
-        await self._store.run(self._do.complete(job, result, joined=conn is not None), conn)
+        await self._backend.run(
+            self._operations.complete(job, result, joined=conn is not None), conn
+        )
 
     async def fail(
         self,
@@ -166,18 +145,18 @@ class AsyncJobQueue:
         conn: Any = None,
     ) -> None:
         joined = conn is not None
-        statement = self._do.fail(job, reason, retry, run_at, delay, joined=joined)
-        await self._store.run(statement, conn)
+        statement = self._operations.fail(job, reason, retry, run_at, delay, joined=joined)
+        await self._backend.run(statement, conn)
 
     async def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
-        await self._store.run(self._do.release(job, delay, joined=conn is not None), conn)
+        await self._backend.run(self._operations.release(job, delay, joined=conn is not None), conn)
 
     async def extend(
         self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None
     ) -> None:
-        await self._store.run(self._do.extend(job, lease), conn)
+        await self._backend.run(self._operations.extend(job, lease), conn)
 
     async def progress(
         self,
@@ -187,35 +166,35 @@ class AsyncJobQueue:
         *,
         conn: Any = None,
     ) -> None:
-        await self._store.run(self._do.progress(job, percent, stage), conn)
+        await self._backend.run(self._operations.progress(job, percent, stage), conn)
 
     async def event(
         self, job: JobRef | Iterable[JobRef], kind: str, data: Any = None, *, conn: Any = None
     ) -> None:
-        await self._store.run(self._do.event(job, kind, data), conn)
+        await self._backend.run(self._operations.event(job, kind, data), conn)
 
     async def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
-        return await self._store.run(self._do.recover_stale_jobs(timeout, limit))
+        return await self._backend.run(self._operations.recover_stale_jobs(timeout, limit))
 
     async def cancel(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> dict[UUID, str]:
-        return await self._store.run(self._do.cancel(job), conn)
+        return await self._backend.run(self._operations.cancel(job), conn)
 
     async def retry(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> list[UUID]:
-        return await self._store.run(self._do.retry(job), conn)
+        return await self._backend.run(self._operations.retry(job), conn)
 
     async def pending(self, queue: str | None = None, job_type: str | None = None) -> int:
-        return await self._store.run(self._do.pending(queue, job_type))
+        return await self._backend.run(self._operations.pending(queue, job_type))
 
     async def counts(
         self, queue: str | None = None, job_type: str | None = None
     ) -> dict[Status, int]:
-        return await self._store.run(self._do.counts(queue, job_type))
+        return await self._backend.run(self._operations.counts(queue, job_type))
 
     async def get(self, job: JobRef, *, conn: Any = None) -> Job:
-        return await self._store.run(self._do.get(job), conn)
+        return await self._backend.run(self._operations.get(job), conn)
 
     async def events(self, job: JobRef, *, after: int = 0) -> list[Event]:
-        return await self._store.run(self._do.events(job, after))
+        return await self._backend.run(self._operations.events(job, after))
 
     async def find(
         self,
@@ -231,35 +210,27 @@ class AsyncJobQueue:
         before: JobRef | None = None,
         **unknown: Never,
     ) -> list[Job]:
-        statement = self._do.find(
+        statement = self._operations.find(
             limit, before, data, unknown, status=status, job_type=job_type, queue=queue,
             request_id=request_id, ordering_key=ordering_key, worker_id=worker_id,
         )  # fmt: skip
-        return await self._store.run(statement)
+        return await self._backend.run(statement)
 
     async def clear(
         self, older_than: Seconds = 0, *, statuses: str | Sequence[str] | None = None
     ) -> int:
-        return await self._store.run(self._do.clear(older_than, statuses))
+        return await self._backend.run(self._operations.clear(older_than, statuses))
 
     async def maintain(self) -> list[tuple[str, timedelta, str | None]]:
-        return await self._store.run(self._do.statements.run_maintenance())
+        return await self._backend.run_maintenance()
 
     async def close(self) -> None:
-        await self._store.close()
+        await self._backend.store.close()
 
-    async def _maintain(self) -> None:
-        now = time.monotonic()
-        if now - self._tick < MAINTENANCE_PERIOD:
-            return
-        self._tick = now
-        try:
-            # A claim waits for this, and so no longer than for the claim itself.
-            report_duties(await self._store.run(self._do.statements.run_maintenance(timeout=None)))
-        except HowdahError:
-            raise
-        except Exception:
-            logger.warning("maintenance failed", exc_info=True)
+
+def backend_of(queue: AsyncJobQueue) -> AsyncBackend:
+    """The operations and the store of a queue, for the rest of the package."""
+    return queue._backend
 
 
 for _name, _method in vars(JobQueue).items():

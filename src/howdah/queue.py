@@ -4,16 +4,15 @@ same for asyncio."""
 from __future__ import annotations
 
 import logging
-import time
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
-from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT, refused_id
+from howdah.database.backend import Backend
+from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
 from howdah.database.store import Store
 from howdah.encoding import payload
-from howdah.errors import HowdahError, InvalidJob, PayloadTooLarge
-from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJob, NewJobLike, Seconds, Status
-from howdah.protocol.operations import MAINTENANCE_PERIOD, Operations
+from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
+from howdah.protocol.operations import Operations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +50,7 @@ class JobQueue:
         timeout: float = TIMEOUT,
         command_timeout: float = COMMAND_TIMEOUT,
     ) -> None:
-        self._do = Operations(
+        self._operations = Operations(
             schema=schema,
             lease=lease,
             worker_id=worker_id,
@@ -59,10 +58,10 @@ class JobQueue:
             payload_limit=payload_limit,
             idempotency_ttl=idempotency_ttl,
         )
-        self._store = Store(
+        store = Store(
             database, schema, create=create, timeout=timeout, command_timeout=command_timeout
         )
-        self._tick = 0.0
+        self._backend = Backend(self._operations, store)
 
     def enqueue(
         self,
@@ -89,31 +88,19 @@ class JobQueue:
         time, in order. `conn` is a connection of yours (psycopg, SQLAlchemy, Django; asyncpg for the
         async queue): the job then joins its transaction, and exists only if that commits.
         """
-        job = self._do.new_job(
+        job = self._operations.new_job(
             job_type, data, unknown, priority=priority, queue=queue, run_at=run_at, delay=delay,
             max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
             request_id=request_id, traceparent=traceparent, keep=keep,
         )  # fmt: skip
-        return self._enqueue(job, conn)
-
-    def _enqueue(self, job: NewJob, conn: Any) -> Handle:
-        (statement,) = self._do.enqueue([self._do.encode(job)])
-        return self._store.run(statement, conn)[0]
+        return self._backend.enqueue(job, conn)
 
     def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
         """Add many jobs, all or none, in few round trips; handles come in the order given.
 
         Each is a `NewJob`, a mapping of its fields, or `(job_type, data)`. An error names the index.
         """
-        bulk = self._do.enqueue_many(jobs, borrowed=conn is not None)
-        try:
-            if conn is not None:
-                answers = [self._store.run(each, conn) for each in bulk.statements()]
-            else:
-                answers = self._store.run_all(bulk.statements()) if bulk else []
-        except InvalidJob as error:
-            raise blame(error, bulk.encoded) from error.__cause__
-        return [handle for answer in answers for handle in answer]
+        return self._backend.enqueue_many(jobs, conn)
 
     def claim(
         self,
@@ -129,10 +116,10 @@ class JobQueue:
         Each must be completed, failed, released or extended before its lease runs out; after that it
         goes back to the queue. Every few seconds a claim also runs the maintenance that is due.
         """
-        statement = self._do.claim(job_types, batch_size, lease, queues)
+        statement = self._operations.claim(job_types, batch_size, lease, queues)
         if conn is None:
-            self._maintain()
-        return self._store.run(statement, conn)
+            self._backend.run_maintenance_if_due()
+        return self._backend.run(statement, conn)
 
     def claim_one(
         self,
@@ -143,10 +130,10 @@ class JobQueue:
         conn: Any = None,
     ) -> Job | None:
         """Claim the next due job, or None. It counts as started: nothing is prefetched."""
-        statement = self._do.claim(job_types, 1, lease, queues, started=True)
+        statement = self._operations.claim(job_types, 1, lease, queues, started=True)
         if conn is None:
-            self._maintain()
-        jobs = self._store.run(statement, conn)
+            self._backend.run_maintenance_if_due()
+        jobs = self._backend.run(statement, conn)
         return jobs[0] if jobs else None
 
     def complete(
@@ -157,7 +144,7 @@ class JobQueue:
         With `conn` the completion joins your transaction: your rows and the job's end commit together
         or not at all. Raises `LeaseLost` for jobs that are no longer yours; the others are completed.
         """
-        self._store.run(self._do.complete(job, result, joined=conn is not None), conn)
+        self._backend.run(self._operations.complete(job, result, joined=conn is not None), conn)
 
     def fail(
         self,
@@ -172,20 +159,20 @@ class JobQueue:
         """Fail a claimed job. It is tried again while it has attempts left: at once, at `run_at`, or
         after `delay`; with `retry=False` it ends as failed. Raises `LeaseLost` like `complete`."""
         joined = conn is not None
-        statement = self._do.fail(job, reason, retry, run_at, delay, joined=joined)
-        self._store.run(statement, conn)
+        statement = self._operations.fail(job, reason, retry, run_at, delay, joined=joined)
+        self._backend.run(statement, conn)
 
     def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
         """Give a claimed job back without using up an attempt, after `delay` if given."""
-        self._store.run(self._do.release(job, delay, joined=conn is not None), conn)
+        self._backend.run(self._operations.release(job, delay, joined=conn is not None), conn)
 
     def extend(
         self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None
     ) -> None:
         """Extend the lease of a claimed job to `lease` from now. Raises `LeaseLost` if it is not yours."""
-        self._store.run(self._do.extend(job, lease), conn)
+        self._backend.run(self._operations.extend(job, lease), conn)
 
     def progress(
         self,
@@ -196,42 +183,42 @@ class JobQueue:
         conn: Any = None,
     ) -> None:
         """Report how far a claimed job is: percent, which never goes back, and stage."""
-        self._store.run(self._do.progress(job, percent, stage), conn)
+        self._backend.run(self._operations.progress(job, percent, stage), conn)
 
     def event(
         self, job: JobRef | Iterable[JobRef], kind: str, data: Any = None, *, conn: Any = None
     ) -> None:
         """Append an event to a claimed job's durable stream."""
-        self._store.run(self._do.event(job, kind, data), conn)
+        self._backend.run(self._operations.event(job, kind, data), conn)
 
     def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
         """Return jobs whose lease ran out, or that were claimed longer ago than `timeout`, to the
         queue. Claims and workers do this by themselves every two seconds."""
-        return self._store.run(self._do.recover_stale_jobs(timeout, limit))
+        return self._backend.run(self._operations.recover_stale_jobs(timeout, limit))
 
     def cancel(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> dict[UUID, str]:
         """Cancel jobs. Of each live one: "cancelled", or "cancelling" if a worker has it, who is told."""
-        return self._store.run(self._do.cancel(job), conn)
+        return self._backend.run(self._operations.cancel(job), conn)
 
     def retry(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> list[UUID]:
         """Reopen finished jobs under their own ids, with no attempts used. Returns those reopened."""
-        return self._store.run(self._do.retry(job), conn)
+        return self._backend.run(self._operations.retry(job), conn)
 
     def pending(self, queue: str | None = None, job_type: str | None = None) -> int:
         """How many jobs wait: due, scheduled and blocked ones."""
-        return self._store.run(self._do.pending(queue, job_type))
+        return self._backend.run(self._operations.pending(queue, job_type))
 
     def counts(self, queue: str | None = None, job_type: str | None = None) -> dict[Status, int]:
         """How many jobs there are of each status."""
-        return self._store.run(self._do.counts(queue, job_type))
+        return self._backend.run(self._operations.counts(queue, job_type))
 
     def get(self, job: JobRef, *, conn: Any = None) -> Job:
         """A job as it is now, live or finished. Raises `JobNotFound`."""
-        return self._store.run(self._do.get(job), conn)
+        return self._backend.run(self._operations.get(job), conn)
 
     def events(self, job: JobRef, *, after: int = 0) -> list[Event]:
         """A job's events, oldest first, from behind event id `after` on."""
-        return self._store.run(self._do.events(job, after))
+        return self._backend.run(self._operations.events(job, after))
 
     def find(
         self,
@@ -251,53 +238,25 @@ class JobQueue:
 
         The next page is `before=` the last job of this one.
         """
-        statement = self._do.find(
+        statement = self._operations.find(
             limit, before, data, unknown, status=status, job_type=job_type, queue=queue,
             request_id=request_id, ordering_key=ordering_key, worker_id=worker_id,
         )  # fmt: skip
-        return self._store.run(statement)
+        return self._backend.run(statement)
 
     def clear(self, older_than: Seconds = 0, *, statuses: str | Sequence[str] | None = None) -> int:
         """Remove jobs that finished longer ago than `older_than`. Returns how many."""
-        return self._store.run(self._do.clear(older_than, statuses))
+        return self._backend.run(self._operations.clear(older_than, statuses))
 
     def maintain(self) -> list[tuple[str, timedelta, str | None]]:
         """Run the maintenance that is due: (duty, time taken, error) of each. Workers do it anyway."""
-        return self._store.run(self._do.statements.run_maintenance())
+        return self._backend.run_maintenance()
 
     def close(self) -> None:
         """Close the connections. The next call opens new ones."""
-        self._store.close()
-
-    def _maintain(self) -> None:
-        now = time.monotonic()
-        if now - self._tick < MAINTENANCE_PERIOD:
-            return
-        self._tick = now
-        try:
-            # A claim waits for this, and so no longer than for the claim itself.
-            report_duties(self._store.run(self._do.statements.run_maintenance(timeout=None)))
-        except HowdahError:
-            raise
-        except Exception:
-            logger.warning("maintenance failed", exc_info=True)
+        self._backend.store.close()
 
 
-def blame(error: InvalidJob, jobs: list[dict[str, Any]]) -> InvalidJob:
-    """The database's refusal of a bulk enqueue, with the index of the job where it is known. Of data that are
-    too large the server does not tell whose: whatever its limit is, the largest are over it."""
-    refused = refused_id(error.__cause__)
-    if isinstance(error, PayloadTooLarge):
-        refused = str(max(jobs, key=lambda job: len(memoryview(job["data"])))["id"])
-    places = (index for index, job in enumerate(jobs) if str(job["id"]) == refused)
-    index = next(places, None)
-    return error if index is None else error.at(index)
-
-
-def report_duties(duties: list[tuple[str, timedelta, str | None]]) -> None:
-    """Log the maintenance duties that failed."""
-    for duty, took, error in duties:
-        if error is not None:
-            logger.warning(
-                "a maintenance duty failed", extra={"duty": duty, "took": took, "error": error}
-            )
+def backend_of(queue: JobQueue) -> Backend:
+    """The operations and the store of a queue, for the rest of the package."""
+    return queue._backend

@@ -161,13 +161,13 @@ class Task(Generic[P, R]):
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
         """Enqueue a call. The arguments are checked against the signature now."""
         job = self._new_job(args, kwargs)
-        handle = self.app.queue._enqueue(job, self._call.get("conn"))
+        handle = self.app.backend.enqueue(job, self._call.get("conn"))
         return self.app._handle(handle, self)
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
         """`enqueue`, awaited. Calls that are awaited at the same time are sent together."""
         job = self._new_job(args, kwargs)
-        handle = await self.app.aqueue._enqueue(job, self._call.get("conn"))
+        handle = await self.app.abackend.enqueue(job, self._call.get("conn"))
         return self.app._handle(handle, self)
 
     def enqueue_many(

@@ -57,8 +57,8 @@ async def afar(url: str, queue: JobQueue) -> AsyncIterator[AsyncJobQueue]:
 
 def test_a_connection_is_waited_for_less_long_than_an_answer() -> None:
     assert TIMEOUT < COMMAND_TIMEOUT < LONG_TIMEOUT
-    assert JobQueue()._store._command_timeout == COMMAND_TIMEOUT
-    assert AsyncJobQueue()._store._command_timeout == COMMAND_TIMEOUT
+    assert JobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT
+    assert AsyncJobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT
 
 
 # ── nobody waits for ever, and nothing is done twice ──────────────────────────────────────────────

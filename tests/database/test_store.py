@@ -283,7 +283,7 @@ async def test_awaited_work_goes_on_after_a_restart_of_the_server(
 def test_a_server_that_is_away_is_tried_again_and_again(proxy: Proxy, database: str) -> None:
     queue = JobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]), timeout=8)
     queue.pending()
-    pool = queue._store._pool
+    pool = queue._backend.store._pool
     assert pool is not None
     proxy.refuse()
     with pool.connection() as conn:
@@ -299,7 +299,7 @@ def test_a_server_that_is_away_is_tried_again_and_again(proxy: Proxy, database: 
 def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: EmbeddedServer) -> None:
     queue = JobQueue(own_server.url, schema="away")
     queue.enqueue("a")
-    queue._store._timeout = 0.3  # the first call took its time
+    queue._backend.store._timeout = 0.3  # the first call took its time
     own_server.stop("fast")
     began = time.monotonic()
     try:
@@ -569,11 +569,11 @@ def test_a_child_forked_while_a_thread_is_connecting_is_not_stuck(
     other = JobQueue(silent, timeout=1)
     with ThreadPoolExecutor(1) as thread:
         stuck = thread.submit(other.pending)
-        while not other._store._lock.locked():
+        while not other._backend.store._lock.locked():
             time.sleep(0.001)
         child = os.fork()
         if child == 0:
-            os._exit(0 if not other._store._lock.locked() and queue.pending() == 0 else 1)
+            os._exit(0 if not other._backend.store._lock.locked() and queue.pending() == 0 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         stuck.exception()
 

@@ -86,7 +86,7 @@ async def test_many_callers_are_served_by_two_statements_at_a_time(
         finally:
             under_way -= 1
 
-    monkeypatch.setattr(aqueue._enqueuer, "_send", watched)
+    monkeypatch.setattr(aqueue._backend._batcher, "_send", watched)
 
     async def caller(n: int) -> None:
         for m in range(10):

@@ -307,7 +307,7 @@ def test_any_condition_is_understood_or_refused_in_words(fuzzed: Fuzzed, text: s
     except InvalidOption as error:
         assert str(error)
         return
-    search = Search(fuzzed.queue._store, "howdah")
+    search = Search(fuzzed.queue._backend.store, "howdah")
     search.jobs([condition], 5)
     search.count([condition, condition])
 

@@ -55,7 +55,7 @@ def assert_hears(children: Children, worker: Child, queue: JobQueue) -> None:
 
 
 def _is_idle(queue: JobQueue) -> bool:
-    with queue._store.connect() as conn:
+    with queue._backend.store.connect() as conn:
         return conn.execute("SELECT idle FROM howdah.workers").fetchall() == [(True,)]
 
 

@@ -24,7 +24,8 @@ from howdah.protocol.schema_name import quote_schema
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    import psycopg
+    from howdah.database.connection import Connection
+
 
 # What each step takes of the time; the rest is for the schema and for starting two workers.
 STEPS = {
@@ -58,9 +59,7 @@ Tell: TypeAlias = "Callable[[Progress], None]"
 class Bench:
     """One measurement of the database at `url`, in a schema that is there; about `seconds` long."""
 
-    def __init__(
-        self, url: str, conn: psycopg.Connection[Any], schema: str, seconds: float, tell: Tell
-    ) -> None:
+    def __init__(self, url: str, conn: Connection, schema: str, seconds: float, tell: Tell) -> None:
         self._url = url
         self._conn = conn
         self._schema = schema

@@ -7,9 +7,8 @@ import contextlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from howdah.database import migrate
+from howdah.database.connection import Connection, DatabaseError
 from howdah.errors import HowdahError
 from howdah.protocol.schema_name import quote_schema
 
@@ -21,7 +20,7 @@ ABANDONED = 3600  # seconds; no measurement takes as long
 
 
 @contextlib.contextmanager
-def borrowed_schema(connect: Callable[[], psycopg.Connection[Any]]) -> Iterator[str]:
+def borrowed_schema(connect: Callable[[], Connection]) -> Iterator[str]:
     """A schema of the newest version under a name of its own."""
     with connect() as conn:
         (now,) = _one(conn, "SELECT extract(epoch FROM clock_timestamp())::bigint")
@@ -29,7 +28,7 @@ def borrowed_schema(connect: Callable[[], psycopg.Connection[Any]]) -> Iterator[
         schema = f"{PREFIX}{now:08x}_{secrets.token_hex(3)}"
         try:
             migrate.migrate(conn, schema)
-        except psycopg.Error as error:
+        except DatabaseError as error:
             _drop(connect, schema)
             raise HowdahError(
                 f"the database refused to make a schema to measure in: {_reason(error)}. It takes a "
@@ -44,19 +43,19 @@ def borrowed_schema(connect: Callable[[], psycopg.Connection[Any]]) -> Iterator[
         _drop(connect, schema)
 
 
-def _drop(connect: Callable[[], psycopg.Connection[Any]], schema: str) -> None:
+def _drop(connect: Callable[[], Connection], schema: str) -> None:
     # On a connection of its own: the one that made it may be what broke.
     try:
         with connect() as conn:
             conn.execute(f"DROP SCHEMA IF EXISTS {quote_schema(schema)} CASCADE".encode())
-    except (psycopg.Error, HowdahError) as error:
+    except (DatabaseError, HowdahError) as error:
         raise HowdahError(
             f'schema "{schema}" could not be removed: {_reason(error)}. When the database answers '
             f"again: DROP SCHEMA {schema} CASCADE;"
         ) from error
 
 
-def _drop_abandoned(conn: psycopg.Connection[Any], now: int) -> None:
+def _drop_abandoned(conn: Connection, now: int) -> None:
     rows = conn.execute(
         f"SELECT nspname FROM pg_namespace WHERE nspname ~ '^{PREFIX}[0-9a-f]{{8}}_[0-9a-f]{{6}}$' "
         "AND pg_has_role(nspowner, 'MEMBER')".encode()
@@ -66,12 +65,12 @@ def _drop_abandoned(conn: psycopg.Connection[Any], now: int) -> None:
             conn.execute(f"DROP SCHEMA IF EXISTS {quote_schema(name)} CASCADE".encode())
 
 
-def _one(conn: psycopg.Connection[Any], text: str) -> tuple[Any, ...]:
+def _one(conn: Connection, text: str) -> tuple[Any, ...]:
     row = conn.execute(text.encode()).fetchone()
     assert row is not None  # noqa: S101 - an aggregate or a constant
     return tuple(row)
 
 
 def _reason(error: Exception) -> str:
-    primary = error.diag.message_primary if isinstance(error, psycopg.Error) else None
+    primary = error.diag.message_primary if isinstance(error, DatabaseError) else None
     return (primary or str(error)).strip().rstrip(".")

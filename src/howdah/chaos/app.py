@@ -12,12 +12,11 @@ import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
-
 from howdah.app import App
 from howdah.chaos import ledger, watched
 from howdah.chaos.crew import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.context import Context, current
+from howdah.database import connection
 from howdah.protocol.schema_name import quote_schema
 from howdah.retry import Retry
 
@@ -90,7 +89,9 @@ async def once(tag: str) -> None:
     """Its row and its completion in one transaction: exactly once, whatever happens to the worker."""
     context, asked = current(), time.monotonic()
     # A line that goes dead in a transaction would keep the job locked for as long as it is waited for.
-    conn = await asyncpg.connect(os.environ["HOWDAH_DATABASE_URL"], timeout=3, command_timeout=3)
+    conn = await connection.connect_async(
+        os.environ["HOWDAH_DATABASE_URL"], timeout=3, command_timeout=3
+    )
     try:
         async with conn.transaction():
             await conn.execute(

@@ -13,11 +13,10 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-import psycopg
-
 from howdah.chaos import watched
 from howdah.chaos.crew import BARE, COMMAND_TIMEOUT, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.chaos.ledger import Ledger, from_environment
+from howdah.database.connection import DatabaseError
 from howdah.errors import HowdahError, LeaseLost
 from howdah.queue import JobQueue
 
@@ -47,9 +46,9 @@ class Bare:
         """Until it is told to stop."""
         while not self.stopping:
             # What it had when the database went away is somebody else's after the lease.
-            with contextlib.suppress(HowdahError, psycopg.Error):
+            with contextlib.suppress(HowdahError, DatabaseError):
                 self._round()
-        with contextlib.suppress(HowdahError, psycopg.Error):
+        with contextlib.suppress(HowdahError, DatabaseError):
             self._queue.release(list(self._mine.values()))
         self._queue.close()
 

@@ -16,10 +16,10 @@ import time
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from howdah.chaos.crew import BARE, COMMAND_TIMEOUT, SCHEMA_VARIABLE
 from howdah.chaos.ledger import Ledger, from_environment
+from howdah.database import connection
+from howdah.database.connection import DatabaseError
 from howdah.errors import HowdahError, InvalidJob
 from howdah.model import BACKFILL, DISCOVERED, EXPLICIT, NewJob
 from howdah.queue import JobQueue
@@ -93,7 +93,7 @@ class Producer:
     def _hold_back(self) -> None:
         """Wait while there is more to do than the workers can."""
         while not self.stopping and time.monotonic() - self._looked > 1:
-            with contextlib.suppress(HowdahError, psycopg.Error):
+            with contextlib.suppress(HowdahError, DatabaseError):
                 if self._queue.pending() < self._backlog:
                     self._looked = time.monotonic()
             if time.monotonic() - self._looked > 1:
@@ -175,14 +175,14 @@ class Producer:
         committing = False
         ids: list[str] = []
         try:
-            with psycopg.connect(self._url, connect_timeout=5) as conn:
+            with connection.connect(self._url, autocommit=False) as conn:
                 ids = [str(h.id) for h in self._queue.enqueue_many(jobs, conn=conn)]
                 if undo:
                     conn.rollback()
                     self._ledger.write("enqueue-rolled-back", call=call, ids=ids)
                     return len(jobs)
                 committing = True
-        except (psycopg.Error, HowdahError):
+        except (DatabaseError, HowdahError):
             # A COMMIT that was sent may have come through; nothing else can have.
             kind = "enqueue-unknown" if committing else "enqueue-rolled-back"
             self._ledger.write(kind, call=call, ids=ids)
@@ -222,7 +222,7 @@ class Producer:
             ids = [str(handle.id) for handle in self._queue.enqueue_many(jobs)]
         except InvalidJob:
             self._ledger.write("enqueue-refused", call=call)
-        except (HowdahError, psycopg.Error):  # unreachable, or out of room
+        except (HowdahError, DatabaseError):  # unreachable, or out of room
             self._ledger.write("enqueue-unknown", call=call)
             time.sleep(0.1)
         else:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from howdah.chaos import hits
 from howdah.chaos import ledger as ledgers
 from howdah.chaos.checker import Checker, Finding
@@ -21,6 +19,8 @@ from howdah.chaos.history import Database, History, Row
 from howdah.chaos.producer import PRIORITIES
 from howdah.chaos.scenario import Fault, Scenario, Stage
 from howdah.chaos.scenarios import Mixed
+from howdah.database import connection
+from howdah.database.connection import Connection, DatabaseError
 from howdah.protocol.schema_name import quote_schema
 from howdah.queue import JobQueue
 
@@ -126,7 +126,7 @@ class Run:
         *,
         show: Callable[[str, dict[str, Any]], None] = lambda what, facts: None,
         tell: Callable[[str], None] = lambda text: None,
-        sabotage: Callable[[psycopg.Connection[Any], str], None] | None = None,
+        sabotage: Callable[[Connection, str], None] | None = None,
         crew: dict[str, Any] | None = None,
     ) -> None:
         self.scenario = scenario
@@ -242,7 +242,7 @@ class Run:
     def _drain(self) -> bool:
         fewest, moved = math.inf, time.monotonic()
         while time.monotonic() < moved + self.load.patience and self._failure is None:
-            with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
+            with contextlib.suppress(DatabaseError), self.place.connect() as conn:
                 (left,) = conn.execute(
                     f"SELECT count(*) FROM {self._schema}.live_jobs".encode()
                 ).fetchone() or (0,)
@@ -255,7 +255,7 @@ class Run:
 
     def _look(self, stage: Stage) -> None:
         """Sample the queue, and note leases that nobody takes back."""
-        conn: psycopg.Connection[Any] | None = None
+        conn: Connection | None = None
         while not stage.sleep(SAMPLE):
             try:
                 if conn is None or conn.closed:
@@ -265,7 +265,7 @@ class Run:
                     _OVERDUE.format(s=self._schema).encode(), (OVERDUE,)
                 ).fetchall():
                     self.ledger.write("overdue", job=job, fence=fence, seconds=seconds)
-            except psycopg.Error:
+            except DatabaseError:
                 if conn is not None:
                     conn.close()
                 continue
@@ -326,7 +326,7 @@ def perform(
 def read_database(place: Place) -> Database:
     """What the checker needs of the database."""
     schema = quote_schema(place.schema)
-    with psycopg.connect(place.checker, autocommit=True, connect_timeout=10) as conn:
+    with connection.connect(place.checker, timeout=10) as conn:
         rows = [Row(*row) for row in conn.execute(_ROWS.format(s=schema).encode())]
         errors = conn.execute(
             f"SELECT job_id::text, attempt FROM {schema}.job_events WHERE kind = 'error'".encode()

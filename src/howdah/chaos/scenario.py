@@ -27,9 +27,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from howdah.chaos import hits
+from howdah.database import connection
+from howdah.database.connection import Connection, DatabaseError
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ class Place:
     """A URL straight to the server, for the checker and for looking."""
     schema: str = "howdah"
 
-    def connect(self) -> psycopg.Connection[Any]:
+    def connect(self) -> Connection:
         """A connection for looking, which does not wait long."""
-        return psycopg.connect(
-            self.checker, autocommit=True, connect_timeout=5, prepare_threshold=None,
+        return connection.connect(
+            self.checker,
             options="-c statement_timeout=5s" if "options" not in self.checker else None,
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ class Stage:
             "WHERE status = 'claimed' AND lease_expires_at > clock_timestamp() "
             "AND claimed_at <= clock_timestamp() - make_interval(secs => %s) GROUP BY 1"
         )
-        with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
+        with contextlib.suppress(DatabaseError), self.place.connect() as conn:
             return dict(conn.execute(query.encode(), [since]).fetchall())
         return {}
 
@@ -121,7 +121,7 @@ class Stage:
             f"UPDATE {jobs} SET claims = attempts + 2 WHERE id = ANY (ARRAY (SELECT id FROM {jobs} "
             "WHERE status = 'pending' AND claims - attempts < 2 LIMIT 100 FOR UPDATE SKIP LOCKED))"
         )
-        with contextlib.suppress(psycopg.Error), self.place.connect() as conn:
+        with contextlib.suppress(DatabaseError), self.place.connect() as conn:
             conn.execute(mark.encode())
 
     def await_busy(self, patience: float = BUSY_PATIENCE) -> list[Child]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-import psycopg
 
+from howdah.database import connection
+from howdah.database.connection import Connection, ConnectionFailed, UnreadableUrl
 from howdah.embedded import resolve_url
 from howdah.encoding import database_url
 from howdah.errors import DatabaseUnreachable
@@ -49,15 +50,13 @@ def database_options(command: Command) -> Command:
     return command
 
 
-def connect(url: str) -> psycopg.Connection[Any]:
+def connect(url: str) -> Connection:
     """A connection in autocommit mode to what `resolve_url` gave. Tried once: a person is waiting."""
     try:
-        return psycopg.connect(
-            url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_TIMEOUT
-        )
-    except psycopg.OperationalError as error:
+        return connection.connect(url, timeout=CONNECT_TIMEOUT)
+    except ConnectionFailed as error:
         raise unreachable(url, error) from error
-    except psycopg.ProgrammingError:
+    except UnreadableUrl:
         raise database_url.unreadable() from None
 
 

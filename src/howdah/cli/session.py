@@ -7,9 +7,6 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import psycopg
-from psycopg.rows import tuple_row
-
 from howdah.cli.options import (
     connect,
     database_options,
@@ -19,7 +16,8 @@ from howdah.cli.options import (
 )
 from howdah.cli.output import Output
 from howdah.cli.values import Misuse
-from howdah.database import migrate
+from howdah.database import connection, migrate
+from howdah.database.connection import DatabaseError, InsufficientPrivilege
 from howdah.database.driver_errors import is_connection_lost, message_of, translate
 from howdah.errors import (
     HowdahError,
@@ -67,7 +65,7 @@ class Session:
                 if migrate.drive(self.conn, migrate.check(self.schema, create=create)):
                     try:
                         migrate.migrate(self.conn, self.schema)
-                    except psycopg.errors.InsufficientPrivilege:
+                    except InsufficientPrivilege:
                         migrate.drive(self.conn, migrate.refuse(self.schema))
         except SchemaMissing as error:
             if create:
@@ -81,8 +79,8 @@ class Session:
         """Run one statement and read its answer."""
         if self.conn.closed:
             self.conn = connect(self.url)
-        with self.in_words(), psycopg.RawCursor(self.conn, row_factory=tuple_row) as cursor:
-            rows = cursor.execute(statement.text, statement.parameters).fetchall()
+        with self.in_words():
+            rows = connection.fetch(self.conn, statement.text, statement.parameters)
         return statement.decode(rows)
 
     @contextlib.contextmanager
@@ -90,10 +88,10 @@ class Session:
         """Turns the driver's errors into sentences."""
         try:
             yield
-        except psycopg.Error as error:
+        except DatabaseError as error:
             self._fail(error)
 
-    def _fail(self, error: psycopg.Error) -> NoReturn:
+    def _fail(self, error: DatabaseError) -> NoReturn:
         if is_connection_lost(error) and error.sqlstate != "25006":
             self.conn.close()
             raise unreachable(self.url, error) from error

@@ -75,13 +75,13 @@ def _is_in_a_loop() -> bool:
 def _begin(app: App, job: NewJob) -> Claim | Job:
     """The claim of a new job, or the job that holds the idempotency key."""
     statement = app.statements.enqueue_and_claim(
-        msgspec.json.encode(app.queue._do.encode(job)).decode(),
-        app.queue._do.worker_id,
+        msgspec.json.encode(app.backend.operations.encode(job)).decode(),
+        app.backend.operations.worker_id,
         app.lease,
         app.idempotency_ttl,
         uuid4(),
     )
-    job_id, lease_id = app.queue._store.run(statement)
+    job_id, lease_id = app.backend.run(statement)
     return app.queue.get(job_id) if lease_id is None else Claim(job_id, lease_id)
 
 
@@ -99,7 +99,7 @@ class _Attempt:
         self._task = task
         self._claim = claim
         self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Outcome]] | None = None
-        self._heartbeat = Heartbeat(app.queue._store, app.statements, app.lease, self._on_abort)
+        self._heartbeat = Heartbeat(app.backend.store, app.statements, app.lease, self._on_abort)
         self.context = Context(
             id=claim.id,
             job_type=task.name,
@@ -133,7 +133,7 @@ class _Attempt:
         """Write the outcome, and whether it was accepted."""
         self._run.finishing = True
         self._heartbeat.stop()
-        store, statements = self._task.app.queue._store, self._task.app.statements
+        store, statements = self._task.app.backend.store, self._task.app.statements
         ids, leases = [self._claim.id], [self._claim.lease_id]
         match outcome:
             case Completed(result):

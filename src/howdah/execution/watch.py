@@ -18,6 +18,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 
+from howdah.async_queue import backend_of
 from howdah.database.listener import Listener
 from howdah.errors import HowdahError, JobNotFound, NotPermitted
 from howdah.model import Status
@@ -63,6 +64,7 @@ class Watcher:
 
     def __init__(self, queue: AsyncJobQueue, statements: WorkerStatements) -> None:
         self._queue = queue
+        self._store = backend_of(queue).store
         self._statements = statements
         self._name = f"{os.getpid()}:{uuid4().hex[:12]}"
         self._awaited: dict[UUID, set[asyncio.Event]] = {}
@@ -70,7 +72,7 @@ class Watcher:
 
     async def _listen(self) -> None:
         if self._listener is None:
-            self._listener = Listener(await self._queue._store.url(), self._statements.schema)
+            self._listener = Listener(await self._store.url(), self._statements.schema)
             self._listener.subscribe("job", self._tell)
             self._listener.start()
         with contextlib.suppress(TimeoutError):
@@ -87,7 +89,7 @@ class Watcher:
 
     async def changes(self, job_id: UUID) -> AsyncIterator[Change]:
         """Every change of a job that can be told from the last, from now until it ends."""
-        statements, store = self._statements, self._queue._store
+        statements, store = self._statements, self._store
         woken = asyncio.Event()
         self._awaited.setdefault(job_id, set()).add(woken)
         asked_until = 0.0

@@ -8,15 +8,16 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-import psycopg
-
 from howdah import sql
+from howdah.database import connection
+from howdah.database.connection import Connection, DatabaseError, InvalidSchemaName, UndefinedTable
 from howdah.errors import counted, did_you_mean
 from howdah.insight.explain import ALIVE, describe
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
 
 Level = Literal["ok", "warning", "problem", "unknown"]
 
@@ -38,7 +39,7 @@ class Finding:
 class Doctor:
     """The checks, on one connection in autocommit mode."""
 
-    def __init__(self, conn: psycopg.Connection[Any], schema: str) -> None:
+    def __init__(self, conn: Connection, schema: str) -> None:
         self._conn = conn
         self._schema = schema
         self._s = quote_schema(schema)
@@ -66,19 +67,18 @@ class Doctor:
         for name, check in checks:
             try:
                 yield check()
-            except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            except (UndefinedTable, InvalidSchemaName):
                 yield Finding(name, "problem", f'"{self._schema}" has no Howdah tables',
                               "Run `howdah migrate`, or name the schema with --schema.")  # fmt: skip
                 return
-            except psycopg.Error as error:
+            except DatabaseError as error:
                 reason = (error.diag.message_primary or str(error)).strip()
                 yield Finding(name, "unknown", f"could not be looked at: {reason}")
                 if name == "schema" or self._conn.broken:
                     return
 
-    def _rows(self, text: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        cursor = psycopg.RawCursor(self._conn)
-        return cursor.execute(text.replace("{s}", self._s), parameters).fetchall()
+    def _rows(self, text: str, *parameters: Any) -> list[Any]:
+        return list(connection.fetch(self._conn, text.replace("{s}", self._s), parameters))
 
     def _server(self) -> Finding:
         version = self._conn.info.server_version

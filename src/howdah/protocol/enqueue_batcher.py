@@ -29,7 +29,7 @@ def _is_fault_of_a_job(error: Exception) -> bool:
     return isinstance(error, InvalidJob) or sqlstate(error)[:2] in _DATA_ERRORS
 
 
-class Enqueuer:
+class EnqueueBatcher:
     """Collects jobs of concurrent callers and hands each its own handle or error."""
 
     def __init__(self, send: Send) -> None:
@@ -71,7 +71,7 @@ class _Senders:
         return len(self._tasks) == 1 and not self._ordered
 
     def _start(self) -> None:
-        task = self.loop.create_task(self._send_waiting(), name="howdah-enqueuer")
+        task = self.loop.create_task(self._send_waiting(), name="howdah-enqueue-batcher")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

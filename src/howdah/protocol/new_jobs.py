@@ -109,9 +109,9 @@ class NewJobs:
             for batch in _batches(jobs)
         ]
 
-    def enqueue_many(self, jobs: Iterable[NewJobLike], *, borrowed: bool) -> Bulk:
-        """Jobs in any of their forms, to be sent together, on a `borrowed` connection or one of ours."""
-        return Bulk(self, InTurn.of(jobs), copy=not borrowed)
+    def enqueue_many(self, jobs: Iterable[NewJobLike], *, on_caller_connection: bool) -> Bulk:
+        """Jobs in any of their forms, to be sent together, on the caller's connection or one of ours."""
+        return Bulk(self, InTurn.of(jobs), copy=not on_caller_connection)
 
 
 class Bulk:

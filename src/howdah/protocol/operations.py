@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REMEMBERED = 100_000
-MAINTENANCE_PERIOD = 2.0
 
 
 class Operations(NewJobs):

@@ -65,14 +65,14 @@ def _jobs(task: Task[..., Any]) -> list[Job]:
     queue: Any = task.app.queue
     if isinstance(queue, MemoryQueue):
         return [entry.job for entry in queue.memory.all()]
-    found: list[Job] = queue._store.run(_statement(task), task._call.get("conn"))
+    found: list[Job] = task.app.backend.run(_statement(task), task._call.get("conn"))
     return found[::-1]
 
 
 async def _ajobs(task: Task[..., Any]) -> list[Job]:
     if isinstance(task.app.queue, MemoryQueue):
         return _jobs(task)
-    return (await task.app.aqueue._store.run(_statement(task), task._call.get("conn")))[::-1]
+    return (await task.app.abackend.run(_statement(task), task._call.get("conn")))[::-1]
 
 
 # ── matching ──────────────────────────────────────────────────────────────────────────────────────

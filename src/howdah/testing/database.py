@@ -10,11 +10,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psycopg
-
-from howdah.database import migrate
+from howdah.database import connection, migrate
+from howdah.database.connection import Connection, LockNotAvailable
 from howdah.embedded import EmbeddedServer
 from howdah.encoding import database_url
 from howdah.errors import HowdahError
@@ -78,7 +77,7 @@ def _watchdog(where: str) -> Iterator[None]:
 class Emptied:
     """A schema of this session's own."""
 
-    def __init__(self, conn: psycopg.Connection[Any], schema: str) -> None:
+    def __init__(self, conn: Connection, schema: str) -> None:
         self._conn = conn
         self._schema = schema
         # What a migration has put there stays; the rest is of the tests.
@@ -89,7 +88,7 @@ class Emptied:
         """Delete every row. A transaction that a test left open is ended if it stands in the way."""
         try:
             self._conn.execute(self._delete.encode())
-        except psycopg.errors.LockNotAvailable:
+        except LockNotAvailable:
             self._conn.execute(
                 "SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity AS a "
                 "WHERE a.state LIKE 'idle in transaction%%' AND a.pid IN ("
@@ -118,7 +117,7 @@ def session_schema(url: str, schema: str, *, drop: bool) -> Iterator[Emptied]:
     """A schema in the database at `url`, made here and dropped at the end. One that somebody else has
     made is left alone, and so is one that another session is using."""
     name = quote_schema(schema)
-    with psycopg.connect(url, autocommit=True) as conn:
+    with connection.connect(url) as conn:
         conn.execute(f"SET lock_timeout = '{LOCK_TIMEOUT}'".encode())
         locked = conn.execute(
             "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", [f"howdah:pytest:{schema}"]

@@ -77,7 +77,7 @@ def drain(
             answer = error = None
             try:
                 if isinstance(step, Statement):
-                    answer = app.queue._store.run(step)
+                    answer = app.backend.run(step)
                 else:
                     answer = running.run(*step)
             except Exception as raised:
@@ -105,7 +105,7 @@ async def adrain(
             answer = error = None
             try:
                 if isinstance(step, Statement):
-                    answer = await app.aqueue._store.run(step)
+                    answer = await app.abackend.run(step)
                 else:
                     answer = await running.arun(*step)
             except Exception as raised:
@@ -139,7 +139,7 @@ def _steps(
         yield _settle(app.schema)
         found = yield _lanes(app.schema, types)
         jobs = yield app.statements.claim_job_batch(
-            app.queue._do.worker_id, types, 1, LEASE, found if wanted is None else wanted,
+            app.backend.operations.worker_id, types, 1, LEASE, found if wanted is None else wanted,
             started=True, ignore_heads=True,
         )  # fmt: skip
         if jobs:
@@ -305,12 +305,12 @@ class _AsyncJoined(_Joined):
 
 @contextlib.contextmanager
 def _replaced(app: App, store: _Joined, astore: _AsyncJoined) -> Iterator[None]:
-    before = app.queue._store, app.aqueue._store
-    vars(app.queue)["_store"], vars(app.aqueue)["_store"] = store, astore
+    before = app.backend.store, app.abackend.store
+    vars(app.backend)["store"], vars(app.abackend)["store"] = store, astore
     try:
         yield
     finally:
-        app.queue._store, app.aqueue._store = before
+        app.backend.store, app.abackend.store = before
 
 
 @contextlib.contextmanager
@@ -318,7 +318,7 @@ def _joined(app: App, conn: Any) -> Iterator[None]:
     if conn is None:
         yield
         return
-    store, astore = app.queue._store, app.aqueue._store
+    store, astore = app.backend.store, app.abackend.store
 
     def run(statement: Statement[Any], own: Any = None) -> Any:
         return store.run(statement, conn if own is None else own)
@@ -335,7 +335,7 @@ def _ajoined(app: App, conn: Any) -> Iterator[None]:
     if conn is None:
         yield
         return
-    store, astore = app.queue._store, app.aqueue._store
+    store, astore = app.backend.store, app.abackend.store
     loop = asyncio.get_running_loop()
 
     async def arun(statement: Statement[Any], own: Any = None) -> Any:

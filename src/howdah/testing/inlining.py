@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from howdah.errors import HowdahError, JobFailed, TaskInFlight
@@ -42,10 +43,15 @@ class Log:
         self._memory = Memory(app, resources)
         self._postponed: list[Entry] = []
         queue = MemoryQueue(self._memory, self._run)
+        aqueue = AsyncMemoryQueue(queue, self._arun)
         watcher = _Recording(self)
         self.replacements: dict[str, Any] = {
             "queue": queue,
-            "aqueue": AsyncMemoryQueue(queue, self._arun),
+            "aqueue": aqueue,
+            "backend": SimpleNamespace(
+                enqueue=queue.enqueue_job, operations=app.backend.operations
+            ),
+            "abackend": SimpleNamespace(enqueue=aqueue.enqueue_job),
             "_handle": self._handle,
             "_run": self._run_task,
             "_arun": self._arun_task,

@@ -77,7 +77,7 @@ class Memory:
 
     def __init__(self, app: App, resources: Mapping[str, Any] | None) -> None:
         self._app = app
-        self.operations = app.queue._do
+        self.operations = app.backend.operations
         self._resources = resources
         self._lock = threading.Lock()
         self._keys: dict[str, UUID] = {}
@@ -228,7 +228,6 @@ class MemoryQueue:
 
     def __init__(self, memory: Memory, run: Callable[[Iterable[Entry]], None]) -> None:
         self.memory = memory
-        self._do = memory.operations
         self._run = run
 
     def __getattr__(self, name: str) -> Any:
@@ -241,9 +240,9 @@ class MemoryQueue:
     ) -> Handle:
         """Add a job, and run it."""
         job = {"job_type": job_type, "data": {} if data is None else data, **options}
-        return self._enqueue(job)
+        return self.enqueue_job(job)
 
-    def _enqueue(self, job: NewJobLike, conn: Any = None) -> Handle:
+    def enqueue_job(self, job: NewJobLike, conn: Any = None) -> Handle:
         return self.enqueue_many([job])[0]
 
     def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
@@ -332,9 +331,9 @@ class AsyncMemoryQueue:
     ) -> Handle:
         """Add a job, and run it."""
         job = {"job_type": job_type, "data": {} if data is None else data, **options}
-        return await self._enqueue(job)
+        return await self.enqueue_job(job)
 
-    async def _enqueue(self, job: NewJobLike, conn: Any = None) -> Handle:
+    async def enqueue_job(self, job: NewJobLike, conn: Any = None) -> Handle:
         return (await self.enqueue_many([job]))[0]
 
     async def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:

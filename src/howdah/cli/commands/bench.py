@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-import psycopg
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
@@ -18,6 +17,7 @@ from howdah.bench.figures import CALLERS, milliseconds
 from howdah.cli.options import connect, database_option, json_option, resolve_url, unreachable
 from howdah.cli.output import STYLES, Output, clean
 from howdah.cli.stopping import ignore_stops, run, stoppable
+from howdah.database.connection import DatabaseError
 from howdah.database.driver_errors import is_connection_lost
 from howdah.encoding import database_url
 from howdah.errors import HowdahError
@@ -69,7 +69,7 @@ def _measure(url: str, seconds: float, output: Output) -> Figures:
                     return run(Bench(url, conn, schema, seconds, tell).run())
             finally:
                 ignore_stops()
-    except psycopg.Error as error:
+    except DatabaseError as error:
         if is_connection_lost(error):
             raise unreachable(url, error) from error
         reason = (error.diag.message_primary or str(error)).strip()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import psycopg
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from howdah.chaos.scenario import Place
 from howdah.chaos.scenarios import FaultPoints, KillWorkers, Mixed, PauseWorkers, RollingRestarts
 from howdah.cli.options import connect, json_option, resolve_url, unreachable
 from howdah.cli.stopping import ignore_stops, stoppable
+from howdah.database.connection import ConnectionFailed, DatabaseError, InsufficientPrivilege
 from howdah.errors import HowdahError
 from howdah.protocol.schema_name import quote_schema
 
@@ -82,7 +82,7 @@ def _run(console: Console, place: Place, directory: Path, seed: int, load: Load)
     try:
         with screen.shown():
             return perform(scenario, place, directory, seed, load, show=screen)
-    except psycopg.OperationalError as error:
+    except ConnectionFailed as error:
         raise unreachable(place.database, error) from error
 
 
@@ -119,7 +119,7 @@ def _schema(url: str) -> Iterator[str]:
     with connect(url) as conn:
         try:
             conn.execute(f"CREATE SCHEMA {quote_schema(name)}".encode())
-        except psycopg.errors.InsufficientPrivilege:
+        except InsufficientPrivilege:
             role = conn.info.user
             raise HowdahError(
                 f'the role "{role}" may not create a schema in this database. Name a role that may, or '
@@ -141,7 +141,7 @@ def _drop(url: str, name: str) -> None:
                 conn.execute("SET lock_timeout = '2s'")
                 conn.execute(f"DROP SCHEMA {quote_schema(name)} CASCADE".encode())
                 return
-        except (psycopg.Error, HowdahError) as error:
+        except (DatabaseError, HowdahError) as error:
             if time.monotonic() > give_up:
                 raise HowdahError(
                     f'schema "{name}" could not be dropped; do it yourself: DROP SCHEMA {name} CASCADE. '

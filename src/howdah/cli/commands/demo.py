@@ -33,7 +33,8 @@ from howdah.errors import EmbeddedServerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import psycopg
+    from howdah.database.connection import Connection
+
 
 QUICK, FLAKY, LONG = 10_000, 200, 4
 VICTIM_AT = 30  # percent of its job at which a worker is killed
@@ -118,7 +119,7 @@ class Voice:
 class Demo:
     """The run, on one database."""
 
-    def __init__(self, voice: Voice, conn: psycopg.Connection[Any], url: str) -> None:
+    def __init__(self, voice: Voice, conn: Connection, url: str) -> None:
         self._voice = voice
         self._console = voice.console
         self._conn = conn

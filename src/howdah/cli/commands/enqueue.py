@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
-    import psycopg
-
+    from howdah.database.connection import Connection
     from howdah.model import Handle
 
 
@@ -118,7 +117,7 @@ def _payload(data: str | None, words: Sequence[str]) -> tuple[Any, dict[str, str
 
 
 def _enqueue_bare(
-    conn: psycopg.Connection[Any],
+    conn: Connection,
     schema: str,
     job_type: str,
     payload: Any,
@@ -131,7 +130,7 @@ def _enqueue_bare(
 
 
 def _enqueue_call(
-    conn: psycopg.Connection[Any],
+    conn: Connection,
     task: Task[..., Any],
     payload: Any,
     words_of: Mapping[str, str],

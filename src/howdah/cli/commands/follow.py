@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
 import click
 from rich.console import Group
 from rich.live import Live
@@ -18,6 +17,7 @@ from howdah.async_queue import AsyncJobQueue
 from howdah.cli.output import STYLES, clock, compact, one_line, plain
 from howdah.cli.session import queue_command
 from howdah.cli.values import Duration
+from howdah.database.connection import AsyncDatabaseError
 from howdah.errors import HowdahError, JobCancelled, JobFailed, ResultTimeout
 from howdah.execution.watch import Watcher
 from howdah.insight.explain import describe
@@ -68,7 +68,7 @@ def follow(
         except TimeoutError:
             seconds = timeout.total_seconds() if timeout else 0
             raise ResultTimeout(job_id, seconds) from None
-        except asyncpg.PostgresError as error:
+        except AsyncDatabaseError as error:
             raise HowdahError(f"the database refused: {error}.") from error
         finally:
             await watcher.close()

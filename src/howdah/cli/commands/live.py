@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
-import psycopg
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
@@ -22,6 +21,7 @@ from howdah.cli.commands.look import LANE_COLUMNS, WORKER_COLUMNS, lane_row, rat
 from howdah.cli.output import STYLES, compact, one_line
 from howdah.cli.session import queue_command
 from howdah.cli.values import Duration, Name
+from howdah.database.connection import DatabaseError
 from howdah.encoding import database_url
 from howdah.errors import DatabaseUnreachable, counted
 from howdah.insight.activity import LIMIT, Tail
@@ -264,7 +264,7 @@ def _looks(session: Session, output: Output, tail: Tail) -> Iterator[list[Occurr
                 heard = session.conn
             for _ in session.conn.notifies(timeout=POLL, stop_after=1):
                 time.sleep(0.05)  # for what follows at once
-        except psycopg.Error:
+        except DatabaseError:
             time.sleep(POLL)
         try:
             found = tail.look()

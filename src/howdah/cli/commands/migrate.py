@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-import psycopg
 
 from howdah import sql
 from howdah.cli.options import connect, database_options, json_option, resolve_url, unreachable
 from howdah.database import grants, migrate
+from howdah.database.connection import (
+    Connection,
+    ConnectionFailed,
+    DatabaseError,
+    InsufficientPrivilege,
+    LockNotAvailable,
+    UndefinedObject,
+)
 from howdah.encoding import database_url
 from howdah.errors import HowdahError, InvalidOption, SchemaTooNew
 from howdah.protocol.schema_name import quote_schema
@@ -119,12 +126,12 @@ def _migrate(
         try:
             applied = migrate.migrate(conn, schema, target=target)
             known = None if asked is None else _grant(conn, schema, asked)
-        except psycopg.errors.LockNotAvailable as error:
+        except LockNotAvailable as error:
             raise HowdahError(
                 f'schema "{schema}" is in use by transactions that did not end within '
                 f"{migrate.PATIENCE:g} s. Nothing of the step was kept; run `howdah migrate` again."
             ) from error
-        except psycopg.Error as error:
+        except DatabaseError as error:
             raise _refusal(url, schema, error) from error
         state = _read_state(conn, url, schema)
     if as_json:
@@ -138,15 +145,15 @@ def _migrate(
         click.echo(f"{kind:<13}  {', '.join(roles) or '(none)'}")
 
 
-def _grant(conn: psycopg.Connection[Any], schema: str, asked: str) -> dict[str, list[str]]:
+def _grant(conn: Connection, schema: str, asked: str) -> dict[str, list[str]]:
     try:
         return migrate.drive_patiently(conn, lambda: grants.steps(schema, grants.parse(asked)))
-    except psycopg.errors.UndefinedObject as error:
+    except UndefinedObject as error:
         raise HowdahError(
             f"{error.diag.message_primary}; nothing was granted. Create it first, as in: CREATE ROLE "
             "name LOGIN."
         ) from error
-    except psycopg.errors.InsufficientPrivilege as error:
+    except InsufficientPrivilege as error:
         raise HowdahError(
             f'role "{conn.info.user}" may not give rights on schema "{schema}": '
             f"{error.diag.message_primary}; nothing was granted. Let the schema's owner do it, with "
@@ -196,18 +203,18 @@ def _starting_version(database: str | None, schema: str, after: str | None) -> i
     return int(after)
 
 
-def _read_state(conn: psycopg.Connection[Any], url: str, schema: str) -> State:
+def _read_state(conn: Connection, url: str, schema: str) -> State:
     try:
         version, oldest_code = migrate.drive(conn, migrate.current_version(schema))
-    except psycopg.Error as error:
+    except DatabaseError as error:
         raise _refusal(url, schema, error) from error
     if oldest_code > sql.latest_version():
         raise SchemaTooNew(schema, version, sql.latest_version())
     return State(schema=schema, place=database_url.redact(url), version=version)
 
 
-def _refusal(url: str, schema: str, error: psycopg.Error) -> HowdahError:
-    if isinstance(error, psycopg.OperationalError) and (error.sqlstate or "08")[:2] in {"08", "57"}:
+def _refusal(url: str, schema: str, error: DatabaseError) -> HowdahError:
+    if isinstance(error, ConnectionFailed) and (error.sqlstate or "08")[:2] in {"08", "57"}:
         return unreachable(url, error)
     reason = error.diag.message_primary or str(error)
     return HowdahError(
