@@ -74,7 +74,7 @@ async def test_many_callers_are_served_by_two_statements_at_a_time(
     aqueue: AsyncJobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way, most, sizes = 0, 0, []
-    send = aqueue._send
+    send = aqueue._backend._send
 
     async def watched(jobs: list[dict[str, Any]]) -> list[Handle]:
         nonlocal under_way, most
@@ -203,7 +203,7 @@ async def test_callers_are_cancelled_when_the_sender_is(aqueue: AsyncJobQueue) -
     await asyncio.sleep(0)
     late = asyncio.create_task(aqueue.enqueue("a", 3))
     await asyncio.sleep(0)
-    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueuer"]
+    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"]
     sender.cancel()
     answers = await asyncio.gather(*tasks, late, return_exceptions=True)
     assert {type(each) for each in answers} == {asyncio.CancelledError}
@@ -216,7 +216,7 @@ async def test_callers_are_cancelled_when_a_sender_is_before_it_began(
     await aqueue.pending()
     task = asyncio.create_task(aqueue.enqueue("a"))
     await asyncio.sleep(0)
-    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueuer"]
+    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"]
     sender.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
