@@ -101,7 +101,7 @@ def _pending(results: Results) -> str:
     ratio = _ratio(results, "growth-full", "growth-full-base", "claim_p99_ms")
     if ratio is not None:
         text.append(
-            f"Claim p99 of the last row divided by that of 10k, in the same rounds: **{ratio:.2f} ×** "
+            f'Claim p99 of the last row divided by that of "10k, repeated", in the same rounds: **{ratio:.2f} ×** '
             f"(goal: at most {CLAIM_BAR:g})."
         )
     return "\n\n".join(text)

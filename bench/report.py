@@ -53,7 +53,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...], str]] = {
     "drain-thread": (
         "No-op jobs in threads",
         "The same with `def` handlers, which run in threads of the worker. PgQueuer supports coroutines only: its "
-        "handlers await `asyncio.to_thread`, as its documentation recommends.",
+        "handlers await `asyncio.to_thread`, as PgQueuer recommends.",
         (JOBS, *CPU),
         "",
     ),
@@ -166,12 +166,12 @@ def write(results: Results) -> None:
 
 def _method(content: dict[str, Any]) -> str:
     twice = sorted({TITLES[r["peer"]] for r in content["rounds"] if r["figures"].get("repeated")})
-    again = f" In this run a few jobs of {' and '.join(twice)} ran twice." if twice else ""
+    again = f" In this run a few jobs of {' and '.join(twice)} ran more than once." if twice else ""
     return (
         "- Rounds are interleaved: every peer runs once, then every peer runs the next round. Figures are medians of "
         "the rounds, with the lowest and the highest value in brackets. Ratios are computed per round: Howdah's "
         "figure divided by the peer's.\n"
-        "- Every handler runs and is counted. A job that never ran is an error. A job that ran twice is an error for "
+        "- Every handler runs and is counted. A job that never ran is an error. A job that ran more than once is an error for "
         f"Howdah and is reported for peers.{again} Where jobs are only enqueued, the jobs of peers are counted in "
         "their queues.\n"
         "- Rates are measured from the first start of a handler to the last. Process startup, the first claim and "
