@@ -50,7 +50,7 @@ def wiped(shared: str) -> str:
     """The shared database, with nothing in its queue."""
     with psycopg.connect(shared) as conn:
         for table in ("live_jobs", "finished_jobs", "job_events", "idempotency_keys", "workers",
-                      "watchers", "unsettled", "throughput"):  # fmt: skip
+                      "watchers", "unassigned_keys", "throughput"):  # fmt: skip
             conn.execute(f"DELETE FROM howdah.{table}".encode())
     return shared
 

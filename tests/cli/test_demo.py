@@ -117,7 +117,7 @@ def test_every_total_on_the_screen_is_what_the_database_says(place: Path) -> Non
             "'completed', count(*) FILTER (WHERE status = 'completed'), "
             "'failed', count(*) FILTER (WHERE status = 'failed'), "
             "'retried', count(*) FILTER (WHERE attempts > 1 AND job_type = 'notify'), "
-            "'recovered', count(*) FILTER (WHERE last_error LIKE 'the lease ran out%')) "
+            "'recovered', count(*) FILTER (WHERE last_error LIKE 'the lease expired%')) "
             "FROM howdah.jobs"
         ).fetchone()
         killed = conn.execute(

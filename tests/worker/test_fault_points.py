@@ -157,7 +157,7 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
     ).fetchall()
     (_, status, attempts, error), *neighbours = jobs
     assert (status, attempts) == ("failed", 2)
-    assert "the lease ran out" in error
+    assert "the lease expired" in error
     assert Counter(neighbour[1:3] for neighbour in neighbours) == {("completed", 1): 100}
     assert {death["status"] for death in supervisor.said(died)} == {-signal.SIGKILL}
     assert len(children.ledger("start")) >= 102  # it did run, more than once

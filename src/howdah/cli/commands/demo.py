@@ -264,7 +264,7 @@ class Demo:
             "SELECT count(*), count(*) FILTER (WHERE status = 'completed'), "
             "count(*) FILTER (WHERE status = 'failed'), "
             "count(*) FILTER (WHERE attempts > 1 AND job_type = 'notify'), "
-            "count(*) FILTER (WHERE last_error LIKE 'the lease ran out%%'), "
+            "count(*) FILTER (WHERE last_error LIKE 'the lease expired%%'), "
             "count(*) FILTER (WHERE status NOT IN ('completed', 'failed', 'cancelled')) FROM howdah.jobs"
         )
         there, completed, failed, retried, recovered, unended = row or (0, 0, 0, 0, 0, 0)

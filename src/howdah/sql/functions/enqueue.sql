@@ -1,26 +1,21 @@
--- Enqueueing. It joins the caller's transaction and waits for nobody (equal idempotency keys aside).
+-- Enqueue jobs: one, many, or rows that were copied into live_jobs.
+--
+-- Owns the INSERT into live_jobs and the table idempotency_keys. Promises: an enqueue joins the caller's
+-- transaction and waits for no other transaction, except one that holds an equal idempotency key (P5).
+-- Callers send JSON: decision 0002.
 
--- Adds a lane unless somebody else is just adding it: their commit, or the sweep, will show it.
-CREATE FUNCTION add_lane(p_queue text, p_job_type text, p_priority int, p_twin boolean DEFAULT false)
-RETURNS void
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
-AS $$
-BEGIN
-    IF NOT EXISTS (
-           SELECT FROM lanes AS l
-           WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority)
-       AND pg_try_advisory_xact_lock(hashtextextended(
-           concat_ws(':', current_schema(), 'lane', p_twin, p_priority, p_queue, p_job_type), 0))
-    THEN
-        INSERT INTO lanes (queue, job_type, priority, twin)
-        VALUES (p_queue, p_job_type, p_priority, p_twin)
-        ON CONFLICT DO NOTHING;
-    END IF;
-END $$;
+-- UUIDv7 with the microsecond in its 12 spare bits, so that ids made here sort by creation time.
+CREATE OR REPLACE FUNCTION new_job_id() RETURNS uuid
+LANGUAGE sql VOLATILE PARALLEL SAFE
+RETURN (
+    SELECT (lpad(to_hex(t.us / 1000), 12, '0')
+         || '7' || lpad(to_hex((t.us % 1000) * 4096 / 1000), 3, '0')
+         || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid
+    FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS us) AS t);
 
--- Takes the idempotency keys of a batch and says which job owns each. Insert, then read, as two
--- statements: in one, a rival that commits meanwhile would give no row at all.
-CREATE FUNCTION take_idempotency_keys(p_keys text[], p_ids uuid[], p_ttl interval) RETURNS jsonb
+-- Takes the idempotency keys of a batch and returns the job that owns each key. INSERT and SELECT are two
+-- statements: in one statement, a concurrent transaction that commits in between would yield no row at all.
+CREATE OR REPLACE FUNCTION take_idempotency_keys(p_keys text[], p_ids uuid[], p_ttl interval) RETURNS jsonb
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
@@ -39,14 +34,15 @@ BEGIN
         SELECT jsonb_object_agg(i.key, i.job_id) INTO v_owners
         FROM idempotency_keys AS i
         WHERE i.key = ANY (p_keys);
-        -- A key may have expired and been pruned between the two statements: take it again.
+        -- A key may have expired and been pruned between the two statements: retry.
         EXIT WHEN (SELECT count(*) FROM jsonb_object_keys(v_owners)) = v_distinct;
     END LOOP;
     RETURN v_owners;
 END $$;
 
--- Enqueues one job under an id, without an idempotency key. Gives whether it is new.
-CREATE FUNCTION enqueue_alone(p_id uuid, p_job jsonb) RETURNS boolean
+-- Enqueues one job without an idempotency key under the given id. Returns whether the job is new. A test
+-- compares the result with that of enqueue_jobs, column by column (decision 0024).
+CREATE OR REPLACE FUNCTION enqueue_single_job(p_id uuid, p_job jsonb) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
@@ -75,10 +71,10 @@ BEGIN
     RETURN true;
 END $$;
 
--- Enqueues an array of objects whose members are named like the parameters of enqueue_job, less
--- the p_. `delay` is in seconds. With p_again an enqueue whose outcome was never heard is repeated:
--- ids that are live or finished already are taken for the same job, and answered as new.
-CREATE FUNCTION enqueue_jobs(
+-- Enqueues an array of objects. Their members are named like the parameters of enqueue_job, without the p_;
+-- `delay` is in seconds. p_again is for a client that did not receive the answer and resends: ids that are
+-- already live or finished count as the same job, and are reported as new.
+CREATE OR REPLACE FUNCTION enqueue_jobs(
     p_jobs jsonb,
     p_again boolean DEFAULT false,
     p_idempotency_ttl interval DEFAULT '7 days')
@@ -92,36 +88,36 @@ DECLARE
     v_lanes jsonb;
     v_lane jsonb;
     v_ids uuid[];
-    v_asked uuid[];
+    v_requested uuid[];
     v_new uuid[];
 BEGIN
-    -- One job is what most calls enqueue. What sets and joins cost is then more than the job itself.
+    -- Most calls enqueue one job. Sets and joins would then cost more than the job itself.
     IF p_jobs -> 1 IS NULL AND jsonb_typeof(p_jobs -> 0) = 'object'
        AND p_jobs #>> '{0,idempotency_key}' IS NULL AND NOT p_again
     THEN
         id := coalesce((p_jobs #>> '{0,id}')::uuid, new_job_id());
-        is_new := enqueue_alone(id, p_jobs -> 0);
+        is_new := enqueue_single_job(id, p_jobs -> 0);
         RETURN NEXT;
         RETURN;
     END IF;
 
-    -- Ids first: they name the jobs in every statement below. Clients send theirs.
-    v_asked := ARRAY (SELECT (j ->> 'id')::uuid FROM jsonb_array_elements(p_jobs) AS j);
-    IF array_position(v_asked, NULL) IS NOT NULL THEN
-        v_asked := ARRAY (
+    -- Ids first: every statement below refers to jobs by id. Clients send their own.
+    v_requested := ARRAY (SELECT (j ->> 'id')::uuid FROM jsonb_array_elements(p_jobs) AS j);
+    IF array_position(v_requested, NULL) IS NOT NULL THEN
+        v_requested := ARRAY (
             SELECT coalesce(a.id, new_job_id())
-            FROM unnest(v_asked) WITH ORDINALITY AS a (id, n)
+            FROM unnest(v_requested) WITH ORDINALITY AS a (id, n)
             ORDER BY a.n);
     END IF;
-    v_ids := v_asked;
+    v_ids := v_requested;
 
     IF jsonb_path_exists(p_jobs, '$[*].idempotency_key ? (@ != null)') THEN
         v_owners := (
             SELECT take_idempotency_keys(array_agg(k.key), array_agg(k.id), p_idempotency_ttl)
-            FROM (SELECT j.value ->> 'idempotency_key' AS key, v_asked[j.n] AS id
+            FROM (SELECT j.value ->> 'idempotency_key' AS key, v_requested[j.n] AS id
                   FROM jsonb_array_elements(p_jobs) WITH ORDINALITY AS j (value, n)) AS k
             WHERE k.key IS NOT NULL);
-        SELECT array_agg(coalesce((v_owners ->> (j.value ->> 'idempotency_key'))::uuid, v_asked[j.n])
+        SELECT array_agg(coalesce((v_owners ->> (j.value ->> 'idempotency_key'))::uuid, v_requested[j.n])
                          ORDER BY j.n)
         INTO v_ids
         FROM jsonb_array_elements(p_jobs) WITH ORDINALITY AS j (value, n);
@@ -136,13 +132,13 @@ BEGIN
             job_type, data, queue, priority, run_at, delay,
             max_attempts, idempotency_key, ordering_key, request_id,
             traceparent, keep, n)
-        WHERE v_ids[j.n] = v_asked[j.n]
+        WHERE v_ids[j.n] = v_requested[j.n]
         ORDER BY j.n),
     inserted AS (
         INSERT INTO live_jobs (
             id, queue, job_type, priority, data, max_attempts, run_at,
             idempotency_key, ordering_key, request_id, traceparent, keep, blockers)
-        SELECT v_asked[i.n], coalesce(i.queue, 'default'), i.job_type, coalesce(i.priority, 100),
+        SELECT v_requested[i.n], coalesce(i.queue, 'default'), i.job_type, coalesce(i.priority, 100),
                coalesce(i.data, '{}'), coalesce(i.max_attempts, 3),
                greatest(coalesce(i.run_at, clock_timestamp() + make_interval(secs => i.delay)),
                         clock_timestamp()),
@@ -151,17 +147,17 @@ BEGIN
         FROM incoming AS i
         ON CONFLICT (id) DO NOTHING
         RETURNING id, queue, job_type, priority, run_at),
-    used AS (
+    used_lanes AS (
         SELECT queue, job_type, priority, extract(epoch FROM min(run_at)) AS due
         FROM inserted
         GROUP BY queue, job_type, priority)
     SELECT (SELECT array_agg(id) FROM inserted),
-           (SELECT jsonb_agg(jsonb_build_array(u.queue, u.job_type, u.due, u.priority)) FROM used AS u)
+           (SELECT jsonb_agg(jsonb_build_array(u.queue, u.job_type, u.due, u.priority)) FROM used_lanes AS u)
     INTO v_new, v_lanes;
 
     IF p_again THEN
-        -- Not before the insert, which waits for whoever is just ending one of them: what it then finds
-        -- room for has ended, and only a snapshot taken after it shows all of those.
+        -- Not before the INSERT, which waits for a transaction that is finishing one of these jobs: a job
+        -- inserted after such a wait has finished, and only a snapshot taken afterwards shows it.
         v_ended := ARRAY (SELECT f.id FROM finished_jobs AS f WHERE f.id = ANY (v_new));
         DELETE FROM live_jobs AS j WHERE j.id = ANY (v_ended);
     END IF;
@@ -175,27 +171,27 @@ BEGIN
         RETURN QUERY SELECT i, true FROM unnest(v_ids) AS i;
     ELSE
         RETURN QUERY
-        SELECT v.id, v.id = v.asked AND (p_again OR coalesce(v.id = ANY (v_new), false))
-        FROM unnest(v_ids, v_asked) WITH ORDINALITY AS v (id, asked, n)
+        SELECT v.id, v.id = v.requested AND (p_again OR coalesce(v.id = ANY (v_new), false))
+        FROM unnest(v_ids, v_requested) WITH ORDINALITY AS v (id, requested, n)
         ORDER BY v.n;
     END IF;
 END $$;
 
--- For jobs that were copied into live_jobs in this transaction: makes their lanes,
--- [[queue, job type, priority], …], and wakes workers, as enqueue_jobs does for its own.
-CREATE FUNCTION announce_jobs(p_lanes jsonb) RETURNS void
+-- For jobs that were copied into live_jobs in this transaction: adds their lanes, given as [[queue, job
+-- type, priority], ...], and wakes workers, as enqueue_jobs does for its jobs (decision 0014).
+CREATE OR REPLACE FUNCTION announce_jobs(p_lanes jsonb) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 BEGIN
     PERFORM add_lane(l ->> 0, l ->> 1, (l ->> 2)::int) FROM jsonb_array_elements(p_lanes) AS l;
-    -- Due from now on: the beginning of the transaction comes before every job in it.
+    -- now() is the start of the transaction: no job in it is due earlier.
     PERFORM wake_workers(jsonb_agg(
         jsonb_build_array(l -> 0, l -> 1, extract(epoch FROM now()), l -> 2)))
     FROM jsonb_array_elements(p_lanes) AS l;
 END $$;
 
--- Enqueues one job and returns its id: the id of the first one where the idempotency key is taken.
-CREATE FUNCTION enqueue_job(
+-- Enqueues one job and returns its id. If the idempotency key is taken: the id of the job that owns it.
+CREATE OR REPLACE FUNCTION enqueue_job(
     p_job_type text,
     p_data jsonb DEFAULT '{}',
     p_queue text DEFAULT 'default',
@@ -223,8 +219,8 @@ AS $$
         p_idempotency_ttl) AS e
 $$;
 
--- INSERT INTO jobs enqueues; anything else on the view names the function to call.
-CREATE FUNCTION jobs_view_insert() RETURNS trigger
+-- INSERT INTO jobs enqueues. UPDATE and DELETE raise an error that names the functions to call.
+CREATE OR REPLACE FUNCTION jobs_view_insert() RETURNS trigger
 LANGUAGE plpgsql SET search_path FROM CURRENT
 AS $$
 BEGIN
@@ -235,7 +231,7 @@ BEGIN
     RETURN NEW;
 END $$;
 
-CREATE FUNCTION jobs_view_refuse() RETURNS trigger
+CREATE OR REPLACE FUNCTION jobs_view_refuse() RETURNS trigger
 LANGUAGE plpgsql SET search_path FROM CURRENT
 AS $$
 BEGIN
@@ -245,8 +241,3 @@ BEGIN
                             '%1$s.complete_jobs or %1$s.clear_finished.',
                             quote_ident(TG_TABLE_SCHEMA));
 END $$;
-
-CREATE TRIGGER jobs_insert INSTEAD OF INSERT ON jobs
-    FOR EACH ROW EXECUTE FUNCTION jobs_view_insert();
-CREATE TRIGGER jobs_refuse INSTEAD OF UPDATE OR DELETE ON jobs
-    FOR EACH ROW EXECUTE FUNCTION jobs_view_refuse();

@@ -1,52 +1,9 @@
--- What operators and maintenance do to jobs.
+-- What operators do to jobs: cancel, retry, take over, count and remove them.
 
--- Returns jobs whose lease ran out (p_timeout NULL), or that were claimed longer ago than p_timeout,
--- to their lanes; ends those without an attempt left as failed. Returns how many it found.
-CREATE FUNCTION recover_stale_jobs(p_timeout interval DEFAULT NULL, p_limit int DEFAULT 1000)
-RETURNS int
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-AS $$
-DECLARE
-    v_stale uuid[];
-BEGIN
-    v_stale := lock_stale(
-        p_timeout, p_limit, '-infinity',
-        CASE WHEN p_timeout IS NULL THEN clock_timestamp() ELSE 'infinity' END);
-    IF v_stale <> '{}' THEN
-        PERFORM return_jobs(v_stale, 'recover', 'the lease ran out; the worker stopped or was cut off');
-    END IF;
-    RETURN cardinality(v_stale);
-END $$;
-
--- Locks stale jobs whose lease runs out between p_from and p_until: parameters, because an index cannot
--- be searched by a clock that ticks, and every job in flight would be looked at.
-CREATE FUNCTION lock_stale(p_timeout interval, p_limit int, p_from timestamptz, p_until timestamptz)
-RETURNS uuid[]
-LANGUAGE sql VOLATILE
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-AS $$
-    SELECT ARRAY (
-        SELECT stale.id
-        FROM (SELECT DISTINCT l.queue, l.job_type FROM lanes AS l) AS t
-        CROSS JOIN LATERAL (
-            SELECT j.id
-            FROM live_jobs AS j
-            WHERE j.status = 'claimed' AND j.queue = t.queue AND j.job_type = t.job_type
-              AND j.lease_expires_at BETWEEN p_from AND p_until
-              AND (p_timeout IS NULL OR j.claimed_at <= clock_timestamp() - p_timeout)
-            ORDER BY j.lease_expires_at
-            LIMIT p_limit
-            FOR UPDATE SKIP LOCKED) AS stale
-        LIMIT p_limit)
-$$;
-
--- Cancels: a pending job ends as cancelled; a claimed one is asked to stop, and the worker hears of it
--- with its next heartbeat. Locks first and branches on what it holds: a statement that removes pending
--- and marks claimed rows at once misses a row that is being claimed.
-CREATE FUNCTION cancel_jobs(p_ids uuid[]) RETURNS TABLE (id uuid, status text)
+-- Cancels jobs. A pending job ends as cancelled. For a claimed job cancellation is requested; the worker
+-- sees it with its next heartbeat. The rows are locked first and then handled by their status: one
+-- statement that removes pending rows and marks claimed rows would miss a row that is being claimed.
+CREATE OR REPLACE FUNCTION cancel_jobs(p_ids uuid[]) RETURNS TABLE (id uuid, status text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
@@ -63,7 +20,7 @@ BEGIN
             PERFORM j.id FROM live_jobs AS j WHERE j.id = ANY (p_ids) ORDER BY j.id FOR UPDATE;
             EXIT;
         EXCEPTION WHEN deadlock_detected THEN
-            NULL;  -- an acknowledgement has some and waits for ours: let go, and it will too
+            NULL;  -- an acknowledgement holds some rows and waits for ours: release ours, retry
         END;
     END LOOP;
     SELECT array_agg(j.id), array_agg(DISTINCT j.ordering_key) FILTER (WHERE NOT j.holds_key)
@@ -72,9 +29,9 @@ BEGIN
     WHERE j.id = ANY (p_ids) AND j.status = 'pending';
     IF v_pending IS NOT NULL THEN
         PERFORM finish_jobs(v_pending, 'cancelled');
-        -- A finisher may have passed a waiting job by because we had it locked. Not settled here: that
-        -- would hold on to the key's holder until the caller's transaction ends.
-        INSERT INTO unsettled (ordering_key)
+        -- While a waiting job was locked here, the handover of its key may have skipped it. The key is not
+        -- assigned here: that would lock the key holder until the caller's transaction ends.
+        INSERT INTO unassigned_keys (ordering_key)
         SELECT k.key FROM unnest(v_waiting) AS k (key) WHERE k.key IS NOT NULL;
         RETURN QUERY SELECT p, 'cancelled' FROM unnest(v_pending) AS p;
     END IF;
@@ -83,12 +40,12 @@ BEGIN
     WHERE j.id = ANY (p_ids) AND j.lease_id IS NOT NULL;
     v_claimed := ARRAY (
         SELECT j.id FROM live_jobs AS j WHERE j.id = ANY (p_ids) AND j.lease_id IS NOT NULL);
-    PERFORM tell_workers(v_claimed);
+    PERFORM notify_cancellation(v_claimed);
     RETURN QUERY SELECT c, 'cancelling' FROM unnest(v_claimed) AS c;
 END $$;
 
--- Reopens finished jobs under their own ids, with no attempts used.
-CREATE FUNCTION retry_jobs(p_ids uuid[]) RETURNS SETOF uuid
+-- Makes finished jobs pending again under their own ids, with no attempts used.
+CREATE OR REPLACE FUNCTION retry_jobs(p_ids uuid[]) RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
 DECLARE
@@ -124,8 +81,29 @@ BEGIN
     RETURN QUERY SELECT i FROM unnest(v_ids) AS i;
 END $$;
 
--- How many jobs wait: due, scheduled and blocked ones. NULL means any.
-CREATE FUNCTION pending_count(p_queue text DEFAULT NULL, p_job_type text DEFAULT NULL) RETURNS bigint
+-- Takes claimed jobs away from their workers, which are notified, and requeues them. The interrupted
+-- attempt does not count.
+CREATE OR REPLACE FUNCTION takeover_jobs(p_ids uuid[]) RETURNS SETOF uuid
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+SET search_path FROM CURRENT
+SET lock_timeout = '5s'
+AS $$
+DECLARE
+    v_ids uuid[];
+BEGIN
+    v_ids := ARRAY (
+        SELECT j.id FROM live_jobs AS j
+        WHERE j.id = ANY (p_ids) AND j.status = 'claimed'
+        ORDER BY j.id
+        FOR UPDATE);
+    PERFORM requeue_jobs(v_ids, 'release');
+    PERFORM notify_cancellation(v_ids);
+    RETURN QUERY SELECT i FROM unnest(v_ids) AS i;
+END $$;
+
+-- The number of pending jobs: due, scheduled and blocked. NULL means any.
+CREATE OR REPLACE FUNCTION pending_count(p_queue text DEFAULT NULL, p_job_type text DEFAULT NULL)
+RETURNS bigint
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
     SELECT count(*)
@@ -136,19 +114,41 @@ AS $$
 $$;
 
 -- Removes finished jobs, and their events, that finished longer ago than p_older_than.
-CREATE FUNCTION clear_finished(
+CREATE OR REPLACE FUNCTION clear_finished(
     p_older_than interval DEFAULT '0',
     p_statuses text[] DEFAULT '{completed,failed,cancelled}')
 RETURNS bigint
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
 AS $$
-    WITH gone AS (
+    WITH cleared AS (
         DELETE FROM finished_jobs AS f
         WHERE f.completed_at <= clock_timestamp() - p_older_than AND f.status = ANY (p_statuses)
         RETURNING f.id, f.events_count),
-    silent AS (
+    cleared_events AS (
         DELETE FROM job_events AS e
-        USING gone AS g
-        WHERE e.job_id = g.id AND g.events_count > 0)
-    SELECT count(*) FROM gone
+        USING cleared AS c
+        WHERE e.job_id = c.id AND c.events_count > 0)
+    SELECT count(*) FROM cleared
+$$;
+
+-- Removes finished jobs, and their events, by id. Live jobs are not removed: cancel them first.
+CREATE OR REPLACE FUNCTION remove_jobs(p_ids uuid[]) RETURNS SETOF uuid
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
+AS $$
+    WITH locked AS MATERIALIZED (
+        SELECT f.id, f.drop_on
+        FROM finished_jobs AS f
+        WHERE f.id = ANY (p_ids)
+        ORDER BY f.id
+        FOR UPDATE),
+    removed AS (
+        DELETE FROM finished_jobs AS f
+        USING locked AS l
+        WHERE f.id = l.id AND f.drop_on = l.drop_on
+        RETURNING f.id, f.events_count),
+    removed_events AS (
+        DELETE FROM job_events AS e
+        USING removed AS r
+        WHERE e.job_id = r.id AND r.events_count > 0)
+    SELECT r.id FROM removed AS r
 $$;

@@ -1,26 +1,25 @@
--- Who may do what, with search_path set to the schema. Runs at the end of every migration and of
--- `howdah migrate --grants`, as the schema's owner. It adds what is missing and takes nothing away but from
--- PUBLIC: a right that was granted by hand stays.
+-- Grants the privileges of producers, workers and observers (decision 0015), with search_path set to the
+-- schema. Runs as the schema's owner at the end of every migration and of `howdah migrate --grants`. It grants
+-- what is missing and revokes only from PUBLIC: a privilege that was granted by hand stays.
 DO $grants$
 DECLARE
     v_right record;
 BEGIN
     EXECUTE format('REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA %I FROM PUBLIC', current_schema());
-    -- A constant. It stands in a CHECK, which the planner reads for whoever reads the table.
-    EXECUTE format('GRANT EXECUTE ON FUNCTION %I.payload_limit TO PUBLIC', current_schema());
 
     FOR v_right IN
         WITH rights (kinds, privilege, object, names) AS (VALUES
             ('{producer,worker,observer}'::text[], 'SELECT', 'TABLE', '{migrations}'::text[]),
             ('{producer,worker}', 'INSERT', 'TABLE', '{jobs}'),
-            -- What a bulk enqueue copies. Nothing else can be said of a job: it waits, and is due now.
+            -- The columns that a bulk enqueue copies (decision 0014). The others keep their defaults: such
+            -- a job is pending and due now.
             ('{producer,worker}',
              'INSERT (id, job_type, data, queue, priority, max_attempts, request_id, traceparent, keep)',
              'TABLE', '{live_jobs}'),
             ('{worker,observer}', 'SELECT', 'TABLE', '{jobs,job_events}'),
             ('{observer}', 'SELECT', 'TABLE',
-             '{live_jobs,finished_jobs,finished_jobs_default,lanes,idempotency_keys,unsettled,workers,
-               watchers,maintenance,throughput,grants}'),
+             '{live_jobs,finished_jobs,finished_jobs_default,lanes,idempotency_keys,unassigned_keys,
+               workers,watchers,maintenance,throughput,grants}'),
             ('{producer,worker}', 'EXECUTE', 'FUNCTION', '{enqueue_job,enqueue_jobs,announce_jobs}'),
             ('{worker,observer}', 'EXECUTE', 'FUNCTION', '{pending_count,next_due_at}'),
             ('{worker}', 'EXECUTE', 'FUNCTION',
@@ -38,7 +37,7 @@ BEGIN
             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace)
         SELECT r.privilege, r.object, e.name, g.role
         FROM grants AS g
-        JOIN pg_roles AS known ON known.rolname = g.role  -- one that was dropped is passed over
+        JOIN pg_roles AS known ON known.rolname = g.role  -- a role that was dropped is skipped
         JOIN rights AS r ON g.kind = ANY (r.kinds)
         JOIN existing AS e ON e.object = r.object AND e.name = ANY (r.names)
         ORDER BY r.object, e.name, r.privilege, g.role

@@ -1,39 +1,40 @@
--- Decides which roles have rights here, with search_path set to the schema. The setting howdah.roles says
--- which: {"producer": ["web"], …}. NULL means those that are known, or else four group roles named
--- after the schema, which are made. What is not named loses its rights; administrators own the schema.
+-- Records which roles have privileges here, with search_path set to the schema. The setting howdah.roles names
+-- them: {"producer": ["web"], ...}. If it is empty: the roles that are recorded already, or else four group
+-- roles, which are created and named after the schema. A role that is not named loses its privileges; the
+-- administrator becomes the owner of the schema (decision 0015).
 DO $roles$
 DECLARE
     v_schema text := current_schema();
-    v_asked jsonb := nullif(current_setting('howdah.roles'), '')::jsonb;
-    v_made boolean := v_asked IS NULL;
+    v_requested jsonb := nullif(current_setting('howdah.roles'), '')::jsonb;
+    v_create boolean := v_requested IS NULL;
     v_owner name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace AS n WHERE n.nspname = v_schema);
     v_administrator name;
     v_role text;
     v_object record;
 BEGIN
-    IF v_asked IS NULL AND EXISTS (SELECT FROM grants) THEN
+    IF v_requested IS NULL AND EXISTS (SELECT FROM grants) THEN
         RETURN;
     END IF;
-    IF v_asked IS NULL THEN
-        SELECT jsonb_object_agg(k, jsonb_build_array(v_schema || '_' || k)) INTO v_asked
+    IF v_requested IS NULL THEN
+        SELECT jsonb_object_agg(k, jsonb_build_array(v_schema || '_' || k)) INTO v_requested
         FROM unnest('{producer,worker,observer,administrator}'::text[]) AS k;
     END IF;
     FOR v_role IN
-        SELECT DISTINCT r FROM jsonb_each(v_asked) AS a, jsonb_array_elements_text(a.value) AS r
+        SELECT DISTINCT r FROM jsonb_each(v_requested) AS a, jsonb_array_elements_text(a.value) AS r
     LOOP
         IF EXISTS (SELECT FROM pg_roles AS known WHERE known.rolname = v_role) THEN
             CONTINUE;
-        ELSIF v_made THEN
+        ELSIF v_create THEN
             EXECUTE format('CREATE ROLE %I NOLOGIN', v_role);
         ELSE
             RAISE EXCEPTION 'role "%" does not exist', v_role USING ERRCODE = 'undefined_object';
         END IF;
     END LOOP;
 
-    -- The functions run with the rights of their owner: better one that owns this schema and nothing else.
-    v_administrator := v_asked -> 'administrator' ->> 0;
+    -- Functions run with the privileges of their owner: it should own this schema and nothing else.
+    v_administrator := v_requested -> 'administrator' ->> 0;
     IF v_administrator <> v_owner THEN
-        -- Since 16 whoever creates a role is a member of it that may not become it.
+        -- Since PostgreSQL 16 the role that creates another role is a member of it without SET.
         IF NOT pg_has_role(v_administrator, CASE WHEN current_setting('server_version_num')::int >= 160000
                                                  THEN 'SET' ELSE 'MEMBER' END)
         THEN
@@ -55,7 +56,7 @@ BEGIN
         LOOP
             EXECUTE format('ALTER FUNCTION %s OWNER TO %I', v_object.name, v_administrator);
         END LOOP;
-        -- Programs that still run as the owner that was must not stop.
+        -- Programs that still connect as the previous owner must go on.
         IF NOT pg_has_role(v_owner, v_administrator, 'MEMBER') THEN
             EXECUTE format('GRANT %I TO %I', v_administrator, v_owner);
         END IF;
@@ -66,7 +67,7 @@ BEGIN
         FROM grants AS g
         JOIN pg_roles AS known ON known.rolname = g.role
         WHERE g.role <> coalesce(v_administrator, v_owner)
-          AND NOT coalesce(v_asked -> g.kind ? g.role, false)
+          AND NOT coalesce(v_requested -> g.kind ? g.role, false)
     LOOP
         EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA %I FROM %I', v_schema, v_role);
         EXECUTE format('REVOKE ALL ON ALL FUNCTIONS IN SCHEMA %I FROM %I', v_schema, v_role);
@@ -75,6 +76,6 @@ BEGIN
     DELETE FROM grants;
     INSERT INTO grants (kind, role)
     SELECT DISTINCT a.key, r
-    FROM jsonb_each(v_asked) AS a, jsonb_array_elements_text(a.value) AS r
+    FROM jsonb_each(v_requested) AS a, jsonb_array_elements_text(a.value) AS r
     WHERE a.key <> 'administrator';
 END $roles$;

@@ -1,5 +1,5 @@
-"""Retention: which day a finished job goes to, how leaves come and go, and that no completion waits for
-it. Days pass here by moving every leaf and its rows into the past, which is what they would look like."""
+"""Retention: the partition of a finished job, how partitions are created and dropped, and that no completion waits
+for that. To let days pass, a test moves every partition and its rows into the past."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     Connection = psycopg.Connection[Any]
     Connect = Callable[..., Connection]
 
-PASS = """
+LET_DAYS_PASS = """
 DO $$
 DECLARE
-    v_leaf record;
+    v_partition record;
 BEGIN
-    FOR v_leaf IN
+    FOR v_partition IN
         SELECT c.relname AS name, to_date(right(c.relname, 8), 'YYYYMMDD') - {days} AS day
         FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
         WHERE i.inhparent = 'howdah.finished_jobs'::regclass AND c.relname ~ '[0-9]{{8}}$'
         ORDER BY 1
     LOOP
-        EXECUTE format('ALTER TABLE howdah.finished_jobs DETACH PARTITION howdah.%I', v_leaf.name);
+        EXECUTE format('ALTER TABLE howdah.finished_jobs DETACH PARTITION howdah.%I', v_partition.name);
         EXECUTE format('UPDATE howdah.%I SET drop_on = drop_on - {days}, '
-                       'completed_at = completed_at - interval ''{days} days''', v_leaf.name);
-        EXECUTE format('ALTER TABLE howdah.%I RENAME TO %I', v_leaf.name, howdah.leaf_name(v_leaf.day));
+                       'completed_at = completed_at - interval ''{days} days''', v_partition.name);
+        EXECUTE format('ALTER TABLE howdah.%I RENAME TO %I', v_partition.name, howdah.partition_name(v_partition.day));
         EXECUTE format('ALTER TABLE howdah.finished_jobs ATTACH PARTITION howdah.%I '
                        'FOR VALUES FROM (%L) TO (%L)',
-                       howdah.leaf_name(v_leaf.day), v_leaf.day, v_leaf.day + 1);
+                       howdah.partition_name(v_partition.day), v_partition.day, v_partition.day + 1);
     END LOOP;
     UPDATE howdah.finished_jobs_default
     SET drop_on = drop_on - {days}, completed_at = completed_at - interval '{days} days';
@@ -56,10 +56,10 @@ def today() -> date:
 
 
 def let_pass(conn: Connection, *, days: int) -> None:
-    conn.execute(PASS.format(days=days).encode())
+    conn.execute(LET_DAYS_PASS.format(days=days).encode())
 
 
-def leaves(conn: Connection) -> list[str]:
+def partitions(conn: Connection) -> list[str]:
     found = rows(
         conn,
         "SELECT c.relname FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid "
@@ -68,12 +68,12 @@ def leaves(conn: Connection) -> list[str]:
     return [row.relname for row in found]
 
 
-def leaf(day: date) -> str:
+def partition(day: date) -> str:
     return f"finished_jobs_{day:%Y%m%d}"
 
 
 def where(conn: Connection, job_id: UUID) -> str:
-    """The leaf that has a finished job."""
+    """The partition that contains a finished job."""
     name: str = value(
         conn, "SELECT tableoid::regclass::text FROM howdah.finished_jobs WHERE id = %s", job_id
     )
@@ -86,8 +86,8 @@ def finish(conn: Connection, *, keep: str | None = None, count: int = 1) -> list
     return ids
 
 
-def expired_leaf(conn: Connection) -> UUID:
-    """A finished job whose leaf may go today."""
+def expired_partition(conn: Connection) -> UUID:
+    """A finished job whose partition can be dropped today."""
     (old,) = finish(conn, keep="1 day")
     let_pass(conn, days=2)
     return old
@@ -114,32 +114,32 @@ def test_a_failed_job_is_kept_for_30_days(conn: Connection) -> None:
     assert row.drop_on == row.completed_at.astimezone(UTC).date() + timedelta(days=31)
 
 
-def test_a_job_that_is_not_to_be_kept_is_gone_when_it_completes(conn: Connection) -> None:
+def test_a_job_without_retention_is_removed_when_it_completes(conn: Connection) -> None:
     (job_id,) = finish(conn, keep="0")
     assert get(conn, job_id) is None
 
 
-def test_a_job_that_is_not_to_be_kept_is_kept_when_it_fails(conn: Connection) -> None:
+def test_a_job_without_retention_is_kept_when_it_fails(conn: Connection) -> None:
     (job_id,) = enqueue(conn, {"job_type": "work", "keep": "0"})
     fail(conn, *claim(conn), retry=False)
     assert status(conn, job_id) == "failed"
 
 
-# ── leaves come and go ────────────────────────────────────────────────────────────────────────────
+# ── partitions are created and dropped ────────────────────────────────────────────────────────────
 
 
-def test_leaves_are_made_forty_days_ahead(conn: Connection) -> None:
-    assert leaves(conn) == [
-        *(leaf(today() + timedelta(days=n)) for n in range(1, 41)), "finished_jobs_default",
+def test_partitions_are_created_forty_days_ahead(conn: Connection) -> None:
+    assert partitions(conn) == [
+        *(partition(today() + timedelta(days=n)) for n in range(1, 41)), "finished_jobs_default",
     ]  # fmt: skip
 
 
 def test_a_tick_with_nothing_to_do_locks_nothing_for_long(
     connect: Connect, conn: Connection
 ) -> None:
-    maintain(conn, "leaves")
+    maintain(conn, "partitions")
     tick = connect(autocommit=False)
-    tick.execute("SELECT howdah.tend_leaves()")
+    tick.execute("SELECT howdah.maintain_partitions()")
     strong = rows(
         conn,
         "SELECT relation::regclass FROM pg_locks WHERE pid = %s AND mode ~ 'Exclusive' "
@@ -149,48 +149,54 @@ def test_a_tick_with_nothing_to_do_locks_nothing_for_long(
     assert strong == []
 
 
-def test_rows_that_the_default_leaf_caught_move_when_their_leaf_is_made(conn: Connection) -> None:
+def test_rows_in_the_default_partition_move_when_their_partition_is_created(
+    conn: Connection,
+) -> None:
     day = today() + timedelta(days=8)
-    conn.execute(f"DROP TABLE howdah.{leaf(day)}".encode())
+    conn.execute(f"DROP TABLE howdah.{partition(day)}".encode())
     (job_id,) = finish(conn)
     assert where(conn, job_id) == "finished_jobs_default"
-    maintain(conn, "leaves")
-    assert where(conn, job_id) == leaf(day)
+    maintain(conn, "partitions")
+    assert where(conn, job_id) == partition(day)
     assert status(conn, job_id) == "completed"
 
 
-def test_a_retention_beyond_the_leaves_made_ahead_gets_leaves_of_its_own(conn: Connection) -> None:
+def test_a_retention_beyond_the_partitions_created_ahead_gets_its_own_partition(
+    conn: Connection,
+) -> None:
     (job_id,) = finish(conn, keep="90 days")
     assert where(conn, job_id) == "finished_jobs_default"
-    maintain(conn, "leaves")
-    assert where(conn, job_id) == leaf(today() + timedelta(days=91))
+    maintain(conn, "partitions")
+    assert where(conn, job_id) == partition(today() + timedelta(days=91))
     (job_id,) = finish(conn, keep="90 days")
-    assert where(conn, job_id) == leaf(today() + timedelta(days=91))
+    assert where(conn, job_id) == partition(today() + timedelta(days=91))
 
 
-def test_a_very_long_retention_stays_in_the_default_leaf_until_it_ends(conn: Connection) -> None:
+def test_a_very_long_retention_stays_in_the_default_partition_until_it_ends(
+    conn: Connection,
+) -> None:
     (job_id,) = finish(conn, keep="800 days")
-    maintain(conn, "leaves")
+    maintain(conn, "partitions")
     assert where(conn, job_id) == "finished_jobs_default"
     conn.execute(
         "UPDATE howdah.finished_jobs_default SET drop_on = %s", (today() - timedelta(days=1),)
     )
-    maintain(conn, "leaves")
+    maintain(conn, "partitions")
     assert get(conn, job_id) is None
 
 
-def test_a_leaf_goes_when_its_day_has_come_and_no_other_does(conn: Connection) -> None:
-    old = expired_leaf(conn)
+def test_a_partition_is_dropped_on_its_day_and_no_other_is(conn: Connection) -> None:
+    old = expired_partition(conn)
     (young,) = finish(conn, keep="1 day")
     assert status(conn, old) == "completed"
-    maintain(conn, "leaves")
-    maintain(conn, "leaves")
+    maintain(conn, "partitions")
+    maintain(conn, "partitions")
     assert get(conn, old) is None
     assert status(conn, young) == "completed"
-    assert leaves(conn)[0] == leaf(today() + timedelta(days=1))
+    assert partitions(conn)[0] == partition(today() + timedelta(days=1))
 
 
-def test_five_days_without_maintenance_lose_nothing_and_are_made_up_for(conn: Connection) -> None:
+def test_five_days_without_maintenance_lose_nothing_and_are_caught_up(conn: Connection) -> None:
     finished: list[tuple[UUID, timedelta, int]] = []
     for day in range(5):
         for days in (1, 2, 3, 7, 40, 60):
@@ -199,25 +205,25 @@ def test_five_days_without_maintenance_lose_nothing_and_are_made_up_for(conn: Co
         let_pass(conn, days=1)
     assert [status(conn, job_id) for job_id, _, _ in finished] == ["completed"] * 30
     for _ in range(2):
-        maintain(conn, "leaves")
+        maintain(conn, "partitions")
     for job_id, keep, ago in finished:
         left = keep + timedelta(days=1) - timedelta(days=ago)
         if left > timedelta():
-            assert where(conn, job_id) == leaf(today() + left)
+            assert where(conn, job_id) == partition(today() + left)
         else:
             assert get(conn, job_id) is None
-    ahead = [leaf(today() + timedelta(days=n)) for n in range(1, 41)]
-    assert leaves(conn)[:40] == ahead
+    ahead = [partition(today() + timedelta(days=n)) for n in range(1, 41)]
+    assert partitions(conn)[:40] == ahead
     assert value(conn, "SELECT count(*) FROM howdah.finished_jobs_default") == 0
 
 
-# ── nobody waits ──────────────────────────────────────────────────────────────────────────────────
+# ── no completion waits ───────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
 def completions(connect: Connect, **job: Any) -> Iterator[None]:
-    """Completes jobs all the time, one by one. What the leaves hold for them to wait for is held by a
-    statement that gives up after a tenth of a second; so each waits once at the most, and not for ever."""
+    """Completes jobs continuously, one by one. The locks that maintenance takes on partitions are held by a
+    statement with a lock_timeout of a tenth of a second; so each completion waits at most once."""
     conn, stop, waited = connect(), threading.Event(), list[int]()
     enqueue(conn, *({"job_type": "busy", **job} for _ in range(5_000)))
     jobs = claim(conn, 5_000, types=["busy"], lease="1 hour")
@@ -243,76 +249,76 @@ def completions(connect: Connect, **job: Any) -> Iterator[None]:
     assert max(waited) <= 1
 
 
-def test_a_reader_of_everything_only_postpones_the_leaves(
+def test_a_reader_of_all_jobs_only_postpones_the_partitions(
     connect: Connect, conn: Connection
 ) -> None:
-    old = expired_leaf(conn)
+    old = expired_partition(conn)
     reader = connect(autocommit=False)
     reader.execute("SELECT * FROM howdah.jobs").fetchall()
     with completions(connect):
         for _ in range(3):
-            maintain(conn, "leaves")
+            maintain(conn, "partitions")
     assert status(conn, old) == "completed"
     reader.rollback()
-    maintain(conn, "leaves")
-    maintain(conn, "leaves")
+    maintain(conn, "partitions")
+    maintain(conn, "partitions")
     assert get(conn, old) is None
-    assert leaves(conn)[0] == leaf(today() + timedelta(days=1))
+    assert partitions(conn)[0] == partition(today() + timedelta(days=1))
 
 
-def test_a_leaf_is_emptied_although_an_open_completion_keeps_it_from_being_dropped(
+def test_a_partition_is_emptied_although_an_open_completion_prevents_the_drop(
     connect: Connect, conn: Connection
 ) -> None:
-    old = expired_leaf(conn)
+    old = expired_partition(conn)
     enqueue(conn, {"job_type": "work"})
     (job,) = claim(conn)
     handler = connect(autocommit=False)
     complete(handler, job)
     with completions(connect):
         for _ in range(3):
-            maintain(conn, "leaves")
+            maintain(conn, "partitions")
     assert get(conn, old) is None
-    assert leaves(conn)[0] <= leaf(today())
+    assert partitions(conn)[0] <= partition(today())
     handler.commit()
-    maintain(conn, "leaves")
-    maintain(conn, "leaves")
-    assert leaves(conn)[0] == leaf(today() + timedelta(days=1))
+    maintain(conn, "partitions")
+    maintain(conn, "partitions")
+    assert partitions(conn)[0] == partition(today() + timedelta(days=1))
     assert status(conn, job.id) == "completed"
 
 
-def test_completions_do_not_add_up_the_waits_for_many_leaves_that_are_read(
+def test_completions_wait_once_although_many_partitions_are_being_read(
     connect: Connect, conn: Connection
 ) -> None:
     let_pass(conn, days=10)
-    maintain(conn, "leaves")  # makes what is missing; what is old goes with the next tick
-    old = [name for name in leaves(conn) if name <= leaf(today())]
+    maintain(conn, "partitions")  # creates what is missing; the next tick drops what is old
+    old = [name for name in partitions(conn) if name <= partition(today())]
     assert len(old) == 10
     reader = connect(autocommit=False)
     for name in old[1:]:
         reader.execute(f"SELECT * FROM howdah.{name}".encode())
     with completions(connect):
         for _ in range(2):
-            maintain(conn, "leaves")
-    assert old[0] not in leaves(conn)
-    assert set(old[1:]) <= set(leaves(conn))
+            maintain(conn, "partitions")
+    assert old[0] not in partitions(conn)
+    assert set(old[1:]) <= set(partitions(conn))
 
 
-def test_completions_into_the_default_leaf_do_not_wait_while_many_of_its_rows_move(
+def test_completions_into_the_default_partition_do_not_wait_while_many_of_its_rows_move(
     connect: Connect, conn: Connection
 ) -> None:
     for _ in range(3):
         finish(conn, keep="90 days", count=5_000)
     with completions(connect, keep="95 days"):
-        maintain(conn, "leaves")
-    moved = value(conn, f"SELECT count(*) FROM howdah.{leaf(today() + timedelta(days=91))}")
+        maintain(conn, "partitions")
+    moved = value(conn, f"SELECT count(*) FROM howdah.{partition(today() + timedelta(days=91))}")
     assert moved == 15_000
-    maintain(conn, "leaves")
+    maintain(conn, "partitions")
     assert value(conn, "SELECT count(*) FROM howdah.finished_jobs") == value(
         conn, "SELECT count(*) FROM howdah.jobs WHERE status = 'completed'"
     )
 
 
-def test_a_row_that_is_being_reopened_does_not_stop_the_leaves(
+def test_a_row_that_is_being_reopened_does_not_stop_the_partitions(
     connect: Connect, conn: Connection
 ) -> None:
     (job_id,) = finish(conn, keep="800 days")
@@ -320,11 +326,11 @@ def test_a_row_that_is_being_reopened_does_not_stop_the_leaves(
         "UPDATE howdah.finished_jobs_default SET drop_on = %s", (today() - timedelta(days=1),)
     )
     day = today() + timedelta(days=8)
-    conn.execute(f"DROP TABLE howdah.{leaf(day)}".encode())
+    conn.execute(f"DROP TABLE howdah.{partition(day)}".encode())
     operator = connect(autocommit=False)
     operator.execute("SELECT howdah.retry_jobs(%s)", ([job_id],))
-    maintain(conn, "leaves")
+    maintain(conn, "partitions")
     operator.rollback()
-    maintain(conn, "leaves")
-    assert leaf(day) in leaves(conn)
+    maintain(conn, "partitions")
+    assert partition(day) in partitions(conn)
     assert get(conn, job_id) is None
