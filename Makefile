@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
+# Stamps: the package with what the demo needs, and on top of it the tools of a developer.
+DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 SMOKE := .venv-smoke
 # Each of these has a PostgreSQL of its own, and the tests wait more than they compute.
@@ -22,10 +24,10 @@ help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed again
+demo: $(DEMO) ## See it work, on a PostgreSQL of its own that is removed again
 	@$(PY) -m howdah demo
 
-recording: $(INSTALLED) ## Record the demo anew for the README
+recording: $(DEMO) ## Record the demo anew for the README
 	@$(PY) tools/record_demo.py
 
 test: lint typecheck unit smoke chaos-quick ## Run the checks; `make slow` has the long ones
@@ -103,24 +105,31 @@ clean: ## Remove what the other targets made
 # and the Python that was asked for. An environment that works is kept if none was.
 ASKED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 STAMP := $(strip $(CURDIR) $(ASKED))
-ifneq ($(strip $(shell cat $(INSTALLED) 2>/dev/null)),$(STAMP))
-$(INSTALLED): FORCE
+ifneq ($(strip $(shell cat $(DEMO) 2>/dev/null)),$(STAMP))
+$(DEMO): FORCE
 endif
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 VERSION := import sys; print(sys.version_info[:2])
 
-$(INSTALLED): pyproject.toml
+$(DEMO): pyproject.toml
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
 	  echo "Howdah needs Python 3.11 or newer; $(PYTHON) says: $$($(PYTHON) --version 2>&1 | head -n 1)" >&2; \
 	  echo "Name another one, as in: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; \
 	  exit 1; }
-	@echo "Setting up $(VENV); this takes a minute, once."
+	@echo "Setting up $(VENV) with Howdah and the embedded PostgreSQL; this happens once."
 	@if $(PY) -c '$(NEW_ENOUGH)' 2>/dev/null && $(PY) -m pip --version >/dev/null 2>&1 && { [ -z '$(ASKED)' ] || \
 	  [ "$$($(PY) -c '$(VERSION)')" = "$$($(PYTHON) -c '$(VERSION)')" ]; }; then :; else \
 	  $(PYTHON) -m venv --clear $(VENV) || { \
 	    echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	    exit 1; }; \
 	fi
-	@$(PY) -m pip install --quiet --editable '.[dev]'
+	@$(PY) -m pip install --quiet --editable '.[embedded]'
 	@printf '%s\n' '$(STAMP)' > $@
+
+# `--group` needs pip 25.1, and the pip that a new environment starts with may be older.
+$(INSTALLED): $(DEMO)
+	@echo "Adding the tools for developers to $(VENV); this takes a minute, once."
+	@$(PY) -m pip install --quiet 'pip>=25.1'
+	@$(PY) -m pip install --quiet --editable '.[all]' --group dev
+	@touch $@
