@@ -8,6 +8,7 @@ PY := $(BIN)/python
 DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 SMOKE := .venv-smoke
+MATRIX := .venv-matrix
 # Each of these has a PostgreSQL of its own, and the tests wait more than they compute.
 PARALLEL := -n 4 --dist worksteal --timeout 300
 
@@ -18,7 +19,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick skill-zip skill-figures matrix clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -48,8 +49,11 @@ format: $(INSTALLED) ## Format the code and fix what can be fixed
 typecheck: $(INSTALLED) ## Check types
 	$(PY) -m mypy
 
-unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some
-	$(PY) -m pytest $(PARALLEL) -m "not slow" --durations=5 $(ARGS)
+unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some, PG_BIN=DIRECTORY another PostgreSQL
+	$(PY) -m pytest $(PARALLEL) -m "not slow" --durations=5 $(if $(PG_BIN),--pg-bin="$(PG_BIN)") $(ARGS)
+
+matrix: $(DEMO) ## Run the tests on every Python and PostgreSQL of this machine; ARGS="-k claim" picks some
+	$(PY) tools/matrix.py $(MATRIX) $(PARALLEL) -m "not slow" $(ARGS)
 
 smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
 	rm -rf dist $(SMOKE)
@@ -97,7 +101,7 @@ skill-figures: $(INSTALLED) ## Write the measured figures into the agent skill
 	$(PY) tools/skill_figures.py
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(SMOKE) build dist dist.log *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(SMOKE) $(MATRIX) build dist dist.log *.egg-info src/*.egg-info
 	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
