@@ -17,16 +17,10 @@ from howdah.cli.commands.chaos import chaos_command
 from howdah.cli.commands.db import db
 from howdah.cli.commands.demo import demo
 from howdah.cli.commands.dev import dev_command
+from howdah.cli.commands.doctor import doctor_command
 from howdah.cli.commands.enqueue import enqueue_command
-from howdah.cli.commands.follow import wait_command, watch_command
+from howdah.cli.commands.explain import explain_command
 from howdah.cli.commands.jobs import jobs_command, show_command
-from howdah.cli.commands.live import tail_command, top_command
-from howdah.cli.commands.look import (
-    doctor_command,
-    explain_command,
-    queues_command,
-    workers_command,
-)
 from howdah.cli.commands.migrate import migrate_command
 from howdah.cli.commands.operate import (
     cancel_command,
@@ -35,7 +29,11 @@ from howdah.cli.commands.operate import (
     retry_command,
     rm_command,
 )
+from howdah.cli.commands.queues import queues_command, workers_command
 from howdah.cli.commands.skill import skill
+from howdah.cli.commands.tail import tail_command
+from howdah.cli.commands.top import top_command
+from howdah.cli.commands.watch import wait_command, watch_command
 from howdah.cli.commands.worker import worker_command
 from howdah.cli.output import clean
 from howdah.errors import DatabaseUnreachable, HowdahError, JobCancelled, JobFailed, JobNotFound

@@ -224,6 +224,11 @@ class Output:
         for line in self.table(columns, rows):
             self.console.print(line, soft_wrap=True)
 
+    def fit(self, line: Text) -> Text:
+        """Cut a line to the width of the terminal."""
+        line.truncate(self.width, overflow="ellipsis" if self.has_unicode else "crop")
+        return line
+
     def sparkline(self, counts: Sequence[int]) -> str:
         """Numbers as a row of bars."""
         bars = "▁▂▃▄▅▆▇█" if self.has_unicode else "_.:-=+*#"

@@ -96,8 +96,8 @@ def _screen(output: Output, place: str, schema: str) -> Iterator[Callable[[Progr
 
 
 def _frame(output: Output, place: str, schema: str, steps: dict[str, Progress]) -> Iterator[Text]:
-    yield _cut(output, Text.assemble("Measuring ", (clean(place), "bold")))
-    yield _cut(output, Text(f"in schema {schema}, removed at the end", "dim"))
+    yield output.fit(Text.assemble("Measuring ", (clean(place), "bold")))
+    yield output.fit(Text(f"in schema {schema}, removed at the end", "dim"))
     for name in STEPS:
         progress = steps.get(name)
         state = "pending" if progress is None else "ok" if progress.share >= 1 else "running"
@@ -106,12 +106,7 @@ def _frame(output: Output, place: str, schema: str, steps: dict[str, Progress]) 
             if state == "running":
                 line.append(output.bar(int(progress.share * 100), 20), STYLES[state]).append("  ")
             line.append(progress.text)
-        yield _cut(output, line)
-
-
-def _cut(output: Output, line: Text) -> Text:
-    line.truncate(output.width, overflow="ellipsis" if output.has_unicode else "crop")
-    return line
+        yield output.fit(line)
 
 
 # ── what came of it ───────────────────────────────────────────────────────────────────────────────

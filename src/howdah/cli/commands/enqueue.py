@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from howdah.app import App
-from howdah.cli.commands.follow import wait_for
+from howdah.cli.commands.watch import wait_for
 from howdah.cli.load import load_app
 from howdah.cli.options import database_options, json_lines_option
 from howdah.cli.output import Output

@@ -1,4 +1,4 @@
-"""`howdah queues`, `workers`, `explain` and `doctor`: how things stand, and why."""
+"""`howdah queues` and `howdah workers`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from howdah.cli.options import connect, database_options, json_lines_option, resolve_url
-from howdah.cli.output import STYLES, Column, Output, clean, one_line, relative
+from howdah.cli.output import Column, relative
 from howdah.cli.session import queue_command
-from howdah.cli.values import Misuse
-from howdah.errors import InvalidOption, counted
-from howdah.insight.doctor import Doctor
 from howdah.insight.explain import describe
-from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
+    from howdah.cli.output import Output
     from howdah.cli.session import Session
     from howdah.insight.explain import Lane, WorkerInfo
 
@@ -129,80 +125,3 @@ def worker_row(worker: WorkerInfo, now: datetime) -> list[str | Text]:
         ", ".join(worker.queues),
         ", ".join(worker.job_types),
     ]
-
-
-@click.command("explain", short_help="Why is a job not running?")
-@click.argument("job_id", metavar="ID")
-@queue_command
-def explain_command(session: Session, output: Output, job_id: str) -> None:
-    """Say why a job is not running, what goes before it, and when it may start.
-
-    ID may be the beginning or the end of an id, if only one job's is like that.
-    """
-    found = session.insight.explain(session.resolve(job_id))
-    job = found.job
-    if output.as_json:
-        output.json(
-            {
-                "id": job.id,
-                "job_type": job.job_type,
-                "queue": job.queue,
-                "status": job.status,
-                "reasons": [{"code": each.code, "text": each.text} for each in found.reasons],
-                "ahead": found.ahead,
-                "starts_at": found.starts_at,
-            }
-        )
-        return
-    now = session.insight.now()
-    output.line((f"{output.sign(job.status)} {job.status}", f"bold {STYLES[job.status]}"), "  ",
-                (one_line(job.job_type), "bold"), (f"  in {one_line(job.queue)}", "dim"))  # fmt: skip
-    output.line(str(job.id))
-    for reason in found.reasons:
-        output.line(clean(reason.text), lead=Text(f"  {output.sign('event')} "))
-    codes = {reason.code for reason in found.reasons}
-    if found.ahead and "behind" not in codes:
-        output.line(
-            f"{output.sign('event')} {counted(found.ahead, 'job')} of its queue to go before it",
-            indent=2,
-        )
-    if found.starts_at is not None:
-        output.line(f"It may start {relative(found.starts_at, now)}.", indent=2)
-
-
-@click.command("doctor", short_help="What makes a queue slow, stuck or unsafe.")
-@database_options
-@json_lines_option
-def doctor_command(database: str | None, schema: str, as_json: bool) -> None:
-    """Look for what makes a queue slow, stuck or unsafe, and say what to do.
-
-    Exits with 1 if there is a problem; warnings do not count.
-    """
-    try:
-        quote_schema(schema)
-    except InvalidOption as error:
-        raise Misuse(str(error)) from None
-    output = Output(as_json=as_json)
-    levels = []
-    with connect(resolve_url(database)) as conn:
-        for finding in Doctor(conn, schema).examine():
-            levels.append(finding.level)
-            if as_json:
-                output.json(asdict(finding))
-                continue
-            lead = Text(f"{output.sign(finding.level)} ", STYLES[finding.level])
-            lead.append(f"{finding.check:<13}  ", "default bold")
-            output.line(" ".join(clean(line) for line in finding.text.splitlines()), lead=lead)
-            if finding.advice:
-                output.line(clean(finding.advice), indent=17)
-    problems, warnings = levels.count("problem"), levels.count("warning")
-    if not as_json:
-        summary = (
-            f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
-            if problems or warnings
-            else "All well"
-        )
-        worst = "problem" if problems else "warning" if warnings else "ok"
-        output.line("")
-        output.line((f"{summary}.", STYLES[worst]))
-    click.get_current_context().exit(1 if problems else 0)
