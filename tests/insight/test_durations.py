@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from howdah.insight.explain import describe
+from howdah import InvalidOption
+from howdah.insight.durations import format_duration, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -18,4 +19,21 @@ from howdah.insight.explain import describe
     ],
 )  # fmt: skip
 def test_durations_are_described_as_people_do(seconds: float, text: str) -> None:
-    assert describe(timedelta(seconds=seconds)) == text
+    assert format_duration(timedelta(seconds=seconds)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("5m", 300), ("5min", 300), ("2h", 7200), ("7d", 604800), ("1w", 604800),
+     ("1h30m", 5400), ("1.5h", 5400), ("250ms", 0.25), (" 5 m ", 300), ("0s", 0)],
+)  # fmt: skip
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "m", "-5m", "5 minutes", "5m!", "1e9s", "99999999d", "٥m²"]
+)
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(InvalidOption, match=r"is not a duration|is longer than"):
+        parse_duration(text)

@@ -18,7 +18,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.model import Job, Status
 
 PIPED_WIDTH = 100_000
@@ -89,7 +89,7 @@ def relative(at: datetime | None, now: datetime) -> str:
     if not whole:
         return "now"
     # Tenths of a second would only flicker.
-    text = f"{whole.seconds} s" if whole < timedelta(seconds=60) else describe(whole)
+    text = f"{whole.seconds} s" if whole < timedelta(seconds=60) else format_duration(whole)
     return f"{text} ago" if at < now else f"in {text}"
 
 

@@ -26,8 +26,9 @@ from howdah.errors import (
     NotPermitted,
     SchemaMissing,
 )
-from howdah.insight.explain import Insight
+from howdah.insight.explain import Explainer
 from howdah.insight.find import Search
+from howdah.insight.statistics import Statistics
 from howdah.protocol.schema_name import quote_schema
 from howdah.protocol.statements import Statement
 from howdah.protocol.worker_statements import WorkerStatements
@@ -50,7 +51,8 @@ class Session:
         self.url = url
         self.schema = schema
         self.statements = WorkerStatements(schema)
-        self.insight = Insight(self, schema)
+        self.statistics = Statistics(self, schema)
+        self.explainer = Explainer(self, schema)
         self.search = Search(self, schema)
         self.conn = connect(url)
         try:

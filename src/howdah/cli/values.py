@@ -8,12 +8,8 @@ import click
 
 from howdah.encoding.validation import check_option_text
 from howdah.errors import InvalidOption
-from howdah.insight.filters import (
-    parse_condition,
-    parse_duration,
-    parse_status,
-    parse_value,
-)
+from howdah.insight.durations import parse_duration
+from howdah.insight.filters import parse_condition, parse_status, parse_value
 from howdah.model import Status
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""What a queue is doing, and why: explain, doctor, find, filters, activity."""
+"""What a queue is doing, and why: statistics, explain, doctor, find, filters, activity."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from howdah.encoding import payload
-from howdah.insight.explain import Questions
+from howdah.insight.reader import QueueReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from howdah.insight.explain import Runner
+    from howdah.insight.reader import Runner
     from howdah.protocol.statements import Rows
 
 LIMIT = 1000
@@ -44,7 +44,7 @@ class Occurrence:
     key: tuple[Any, ...] = ()
 
 
-class Tail(Questions):
+class Tail(QueueReader):
     """Looks for what is new since the last look."""
 
     def __init__(self, runner: Runner, schema: str, back: timedelta) -> None:
@@ -56,7 +56,7 @@ class Tail(Questions):
 
     def look(self) -> list[Occurrence]:
         """What happened since the last look, in order; on the first, in the time before."""
-        now: datetime = self._ask("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
+        now: datetime = self._fetch("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
         since = now - self._back if self._since is None else self._since - OVERLAP
         found = [
             *self._enqueued(since),
@@ -72,7 +72,7 @@ class Tail(Questions):
 
     def _enqueued(self, since: datetime) -> list[Occurrence]:
         milliseconds = max(0, int((since - SKEW).timestamp() * 1000))
-        return self._ask(
+        return self._fetch(
             """
             SELECT created_at, id, job_type, queue
             FROM {s}.jobs
@@ -93,7 +93,7 @@ class Tail(Questions):
         )  # fmt: skip
 
     def _claimed(self, since: datetime) -> list[Occurrence]:
-        return self._ask(
+        return self._fetch(
             """
             SELECT claimed_at, id, job_type, queue, attempts, worker_id
             FROM {s}.live_jobs
@@ -135,10 +135,10 @@ class Tail(Questions):
         if not leaves:
             return []
         text = " UNION ALL ".join(leaves) + " ORDER BY 1 DESC LIMIT $2::int"
-        return self._ask(text, *values, decode=lambda rows: list(_ends(rows)))
+        return self._fetch(text, *values, decode=lambda rows: list(_ends(rows)))
 
     def _leaves(self) -> dict[str, int]:
-        return self._ask(
+        return self._fetch(
             """
             SELECT substr(c.relname, 15), pg_relation_size(c.oid) / current_setting('block_size')::int
             FROM pg_inherits AS i
@@ -152,7 +152,7 @@ class Tail(Questions):
         )
 
     def _told(self, since: datetime) -> list[Occurrence]:
-        rows: list[Any] = self._ask(
+        rows: list[Any] = self._fetch(
             """
             SELECT at, job_id, event_id, attempt, kind, data::text
             FROM {s}.job_events
@@ -164,7 +164,7 @@ class Tail(Questions):
             LIMIT,
             decode=list,
         )
-        names: dict[UUID, tuple[str, str]] = self._ask(
+        names: dict[UUID, tuple[str, str]] = self._fetch(
             "SELECT id, job_type, queue FROM {s}.jobs WHERE id = ANY ($1::uuid[])",
             list({row[1] for row in rows}),
             decode=lambda jobs: {job[0]: (job[1], job[2]) for job in jobs},

@@ -12,7 +12,8 @@ from howdah import sql
 from howdah.database import connection
 from howdah.database.connection import Connection, DatabaseError, InvalidSchemaName, UndefinedTable
 from howdah.errors import counted, did_you_mean
-from howdah.insight.explain import ALIVE, describe
+from howdah.insight.durations import format_duration
+from howdah.insight.statistics import ALIVE
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
@@ -175,11 +176,11 @@ class Doctor:
             if not self._rows("SELECT pg_has_role('pg_read_all_stats', 'USAGE')")[0][0]:
                 return Finding("transactions", "unknown", "this role sees its own alone",
                                "To look at all: GRANT pg_read_all_stats.")  # fmt: skip
-            oldest = f"the oldest is {describe(rows[0][4])} old" if rows else "none is open"
+            oldest = f"the oldest is {format_duration(rows[0][4])} old" if rows else "none is open"
             return Finding("transactions", "ok", oldest)
         pid, user, application, state, age = rows[0]
         who = f"pid {pid}, user {user}" + (f", {application}" if application else "")
-        return Finding("transactions", "warning", f"one is open for {describe(age)} ({who}, {state})",
+        return Finding("transactions", "warning", f"one is open for {format_duration(age)} ({who}, {state})",
                        f"Vacuum cannot clean up behind it. If it is forgotten: SELECT "
                        f"pg_terminate_backend({pid}).")  # fmt: skip
 
@@ -285,7 +286,7 @@ class Doctor:
         if failing:
             return Finding("maintenance", "problem", "; ".join(failing),
                            "The duty is tried again by itself; the message says what is in its way.")  # fmt: skip
-        late = ", ".join(f"{duty} ({describe(age)} late)" for duty, age, _ in rows)
+        late = ", ".join(f"{duty} ({format_duration(age)} late)" for duty, age, _ in rows)
         return Finding("maintenance", "warning", late,
                        "Keep a worker running, or call SELECT run_maintenance() from cron.")  # fmt: skip
 

@@ -17,21 +17,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from howdah.encoding.validation import check_option_text
 from howdah.errors import InvalidOption, did_you_mean
+from howdah.insight.durations import parse_duration
 from howdah.model import Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CONDITION = re.compile(r"\s*([\w.\-]+?)\s*(!=|<=|>=|=|<|>|~)(.*)", re.DOTALL)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)", re.IGNORECASE)
-_UNITS = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
-_LONGEST = timedelta(days=36500)
 
 _TEXTS = {
     "type": "job_type",
@@ -73,18 +70,6 @@ def any_of(name: str, wanted: Sequence[str]) -> Condition:
     """A condition that a status, type or queue is one of several."""
     column = _TEXTS.get(name, name)
     return Condition(name, f"{column} = ANY ({{}}::text[])", (list(wanted),))
-
-
-def parse_duration(text: str) -> timedelta:
-    """ "90s", "5m", "2h", "7d", "1.5h" or "1h30m" as a duration."""
-    compact = text.strip().replace(" ", "")
-    parts = _DURATION.findall(compact)
-    if not parts or "".join(number + unit for number, unit in parts) != compact:
-        raise InvalidOption(f'"{text}" is not a duration; write it as 30s, 5m, 2h or 7d.')
-    seconds = sum(float(number) * _UNITS[unit.lower()] for number, unit in parts)
-    if seconds > _LONGEST.total_seconds():
-        raise InvalidOption(f'"{text}" is longer than a hundred years.')
-    return timedelta(seconds=seconds)
 
 
 def parse_condition(text: str) -> Condition:

@@ -10,8 +10,8 @@ from uuid import UUID
 import msgspec
 
 from howdah.errors import HowdahError, InvalidOption, JobNotFound
-from howdah.insight.explain import Questions
 from howdah.insight.filters import conjunction
+from howdah.insight.reader import QueueReader
 from howdah.protocol.statements import Filters
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Candidate:
     created_at: datetime
 
 
-class Search(Questions):
+class Search(QueueReader):
     """Which jobs are there?"""
 
     def jobs(
@@ -67,7 +67,7 @@ class Search(Questions):
             values.append(before)
             where += f" AND id < ${len(values)}::uuid"
         values.append(limit)
-        ids: list[UUID] = self._ask(
+        ids: list[UUID] = self._fetch(
             f"SELECT id FROM {{s}}.jobs WHERE {where} ORDER BY id DESC LIMIT ${len(values)}::int",
             *values,
             decode=_ids,
@@ -81,12 +81,12 @@ class Search(Questions):
     def count(self, conditions: Sequence[Condition]) -> tuple[int, UUID | None]:
         """How many jobs meet every condition, and the newest of them."""
         where, values = conjunction(conditions)
-        count: int = self._ask(
+        count: int = self._fetch(
             f"SELECT count(*) FROM {{s}}.jobs WHERE {where}",
             *values,
             decode=lambda rows: rows[0][0],
         )
-        newest: list[UUID] = self._ask(
+        newest: list[UUID] = self._fetch(
             f"SELECT id FROM {{s}}.jobs WHERE {where} ORDER BY id DESC LIMIT 1",
             *values,
             decode=_ids,
@@ -102,7 +102,7 @@ class Search(Questions):
         n = len(values)
         last = UUID(int=0)
         while True:
-            ids: list[UUID] = self._ask(
+            ids: list[UUID] = self._fetch(
                 f"SELECT id FROM {{s}}.jobs WHERE {where} AND id > ${n + 1}::uuid "
                 f"AND id <= ${n + 2}::uuid ORDER BY id LIMIT ${n + 3}::int",
                 *values,
@@ -141,7 +141,7 @@ class Search(Questions):
         return found[0].id
 
     def _candidates(self, where: str, *values: Any) -> list[Candidate]:
-        return self._ask(
+        return self._fetch(
             f"SELECT id, job_type, status, created_at FROM {{s}}.jobs WHERE {where} "
             f"ORDER BY id DESC LIMIT {SHOWN + 1}",
             *values,

@@ -24,7 +24,7 @@ def explain_command(session: Session, output: Output, job_id: str) -> None:
 
     ID may be the beginning or the end of an id, if only one job's is like that.
     """
-    found = session.insight.explain(session.resolve(job_id))
+    found = session.explainer.explain(session.resolve(job_id))
     job = found.job
     if output.as_json:
         output.json(
@@ -39,7 +39,7 @@ def explain_command(session: Session, output: Output, job_id: str) -> None:
             }
         )
         return
-    now = session.insight.now()
+    now = session.statistics.now()
     output.line((f"{output.sign(job.status)} {job.status}", f"bold {STYLES[job.status]}"), "  ",
                 (one_line(job.job_type), "bold"), (f"  in {one_line(job.queue)}", "dim"))  # fmt: skip
     output.line(str(job.id))

@@ -11,7 +11,7 @@ from rich.text import Text
 from howdah.cli.output import STYLES, Column, clock, compact, one_line, plain, relative
 from howdah.cli.session import queue_command
 from howdah.cli.values import Name, StatusName, where_option
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.insight.filters import any_of
 from howdah.model import Job, Status
 
@@ -76,7 +76,7 @@ def jobs_command(
     if not shown:
         output.note("No job matches." if wanted or before else "There are no jobs.")
         return
-    now = session.insight.now()
+    now = session.statistics.now()
     output.print_table(JOB_COLUMNS, [_row(output, job, now) for job in shown])
     if more:
         output.note(f"More: --before {shown[-1].id}")
@@ -101,7 +101,7 @@ def took(job: Job, now: datetime) -> str:
     began = job.started_at or (job.claimed_at if job.status is Status.COMPLETED else None)
     if began is None:
         return ""
-    return describe((job.completed_at or now) - began)
+    return format_duration((job.completed_at or now) - began)
 
 
 def _detail(job: Job, now: datetime) -> Text:
@@ -138,7 +138,7 @@ def show_command(session: Session, output: Output, job_id: str) -> None:
     if output.as_json:
         output.json(plain(job) | {"events": [_event(event) for event in events]})
         return
-    now = session.insight.now()
+    now = session.statistics.now()
     _print_heading(output, job, now)
     _print_timeline(output, job, events, now)
     _print_value(output, "data", job.data)
@@ -173,7 +173,7 @@ def _print_heading(output: Output, job: Job, now: datetime) -> None:
         ("ordering key", job.ordering_key or ""),
         ("idempotency key", job.idempotency_key or ""),
         ("request", job.request_id or ""),
-        ("kept for", describe(job.keep) if job.keep is not None else ""),
+        ("kept for", format_duration(job.keep) if job.keep is not None else ""),
     ]
     if job.cancel_requested and not job.status.is_final:
         rows.append(("cancelling", "its worker was asked to stop it"))
@@ -197,7 +197,7 @@ def _print_timeline(output: Output, job: Job, events: Sequence[Event], now: date
     before: datetime | None = None
     rows: list[list[str | Text]] = []
     for at, what, text in moments:
-        step = "" if before is None else f"+{describe(at - before)}"
+        step = "" if before is None else f"+{format_duration(at - before)}"
         rows.append([Text(clock(at, now), "dim"), step, Text(what, STYLES.get(what, "")), text])
         before = at
     columns = (
@@ -231,7 +231,7 @@ def _moments(job: Job, events: Sequence[Event]) -> Iterator[Moment]:
             yield event.at, "event", f"{one_line(event.kind)}{data}"
     if job.completed_at is not None:
         began = job.started_at or job.claimed_at
-        ran = "" if began is None else f"after {describe(job.completed_at - began)}"
+        ran = "" if began is None else f"after {format_duration(job.completed_at - began)}"
         yield job.completed_at, str(job.status), ran
 
 

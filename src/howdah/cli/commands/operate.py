@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from howdah.cli.session import Command, queue_command
 from howdah.cli.values import Duration, Misuse, StatusName, where_option
 from howdah.errors import HowdahError
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.insight.filters import any_of
 from howdah.model import Status
 
@@ -276,4 +276,4 @@ def clear_command(
     else:
         which = " or ".join(statuses) or "finished"
         output.line(f"{cleared:,} {which} {'job' if cleared == 1 else 'jobs'} older than "
-                    f"{describe(older_than)} cleared.")  # fmt: skip
+                    f"{format_duration(older_than)} cleared.")  # fmt: skip

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from howdah.cli.output import Column, relative
 from howdah.cli.session import queue_command
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from howdah.cli.output import Output
     from howdah.cli.session import Session
-    from howdah.insight.explain import Lane, WorkerInfo
+    from howdah.insight.statistics import Lane, WorkerInfo
 
 SPARKS = 18  # buckets of ten seconds
 LANE_COLUMNS = (
@@ -54,7 +54,7 @@ def queues_command(session: Session, output: Output) -> None:
 
     Rates, waits and runs are those of the last five minutes, as workers count them.
     """
-    lanes = session.insight.lanes()
+    lanes = session.statistics.lanes()
     if output.as_json:
         for lane in lanes:
             output.json(asdict(lane))
@@ -62,7 +62,7 @@ def queues_command(session: Session, output: Output) -> None:
     if not lanes:
         output.note("Nothing waits or runs, and nothing ended in the last five minutes.")
         return
-    now = session.insight.now()
+    now = session.statistics.now()
     output.print_table(LANE_COLUMNS, [lane_row(output, lane, now) for lane in lanes])
 
 
@@ -79,8 +79,8 @@ def lane_row(
         f"{lane.blocked:,}" if lane.blocked else "",
         Text(f"{lane.running:,}", "cyan" if lane.running else "dim"),
         rate(lane.per_second),
-        "" if lane.mean_wait is None else describe(timedelta(seconds=lane.mean_wait)),
-        "" if lane.mean_run is None else describe(timedelta(seconds=lane.mean_run)),
+        "" if lane.mean_wait is None else format_duration(timedelta(seconds=lane.mean_wait)),
+        "" if lane.mean_run is None else format_duration(timedelta(seconds=lane.mean_run)),
         Text(rate(failing), "red") if failing else "",
         relative(lane.oldest_due, now),
         Text(output.sparkline(rates[-SPARKS:]), "green") if any(rates[-SPARKS:]) else "",
@@ -98,7 +98,7 @@ def rate(value: float) -> str:
 @queue_command
 def workers_command(session: Session, output: Output) -> None:
     """Show the workers, the one heard of last first."""
-    workers = session.insight.workers()
+    workers = session.statistics.workers()
     if output.as_json:
         for worker in workers:
             output.json(asdict(worker) | {"alive": worker.is_alive})
@@ -106,7 +106,7 @@ def workers_command(session: Session, output: Output) -> None:
     if not workers:
         output.note("No worker is running. Start one with `howdah worker MODULE:APP`.")
         return
-    now = session.insight.now()
+    now = session.statistics.now()
     output.print_table(WORKER_COLUMNS, [worker_row(worker, now) for worker in workers])
 
 
@@ -121,7 +121,7 @@ def worker_row(worker: WorkerInfo, now: datetime) -> list[str | Text]:
         state,
         f"{worker.running}{of}",
         relative(now - worker.seen_ago, now),
-        describe(now - worker.started_at),
+        format_duration(now - worker.started_at),
         ", ".join(worker.queues),
         ", ".join(worker.job_types),
     ]

@@ -17,7 +17,7 @@ from howdah.cli.values import Duration, Name
 from howdah.database.connection import DatabaseError
 from howdah.errors import DatabaseUnreachable, counted
 from howdah.insight.activity import LIMIT, Tail
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def tail_command(
         printer.print(past[-lines:] if lines else [])
         if not follow:
             if not past:
-                output.note(f"Nothing happened in the last {describe(since)}.")
+                output.note(f"Nothing happened in the last {format_duration(since)}.")
             return
         for found in _looks(session, output, tail):
             printer.print(wanted(found))
@@ -150,7 +150,9 @@ def _detail(each: Occurrence) -> str:
             again = f", attempt {each.attempt}" if (each.attempt or 0) > 1 else ""
             return f"by {one_line(each.worker_id or '?')}{again}"
         case "completed":
-            return "" if each.took is None else f"in {describe(timedelta(seconds=each.took))}"
+            return (
+                "" if each.took is None else f"in {format_duration(timedelta(seconds=each.took))}"
+            )
         case "failed":
             tries = f"after {counted(each.attempt or 0, 'attempt')}"
             return f"{tries}: {one_line(each.error)}" if each.error else tries

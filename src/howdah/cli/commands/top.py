@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from howdah.cli.output import Output
     from howdah.cli.session import Session
-    from howdah.insight.explain import Lane, WorkerInfo
+    from howdah.insight.statistics import Lane, WorkerInfo
 
 BUCKETS = 30
 SHARE = 10  # looking takes at most one part in so many of the time
@@ -46,15 +46,15 @@ class Frame:
 
     @classmethod
     def of(cls, session: Session) -> Frame:
-        insight = session.insight
+        statistics = session.statistics
         return cls(
-            at=insight.now(),
+            at=statistics.now(),
             lanes=sorted(
-                insight.lanes(), key=lambda lane: (-lane.due - lane.running, lane.job_type)
+                statistics.lanes(), key=lambda lane: (-lane.due - lane.running, lane.job_type)
             ),
-            workers=insight.workers(),
-            rates=insight.rates(BUCKETS),
-            lane_rates=insight.lane_rates(BUCKETS),
+            workers=statistics.workers(),
+            rates=statistics.rates(BUCKETS),
+            lane_rates=statistics.lane_rates(BUCKETS),
         )
 
     def facts(self) -> dict[str, Any]:

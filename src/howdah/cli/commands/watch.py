@@ -20,7 +20,7 @@ from howdah.cli.values import Duration
 from howdah.database.connection import AsyncDatabaseError
 from howdah.errors import HowdahError, JobCancelled, JobFailed, ResultTimeout
 from howdah.execution.watch import Watcher
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.model import Status
 from howdah.protocol.statements import Statement
 from howdah.protocol.worker_statements import WorkerStatements
@@ -184,7 +184,7 @@ def settle(output: Output, job: Job | None) -> None:
         raise JobCancelled(job)
     began = job.started_at or job.claimed_at or job.created_at
     ended = job.completed_at or began
-    output.note(f"Completed in {describe(ended - began)}.")
+    output.note(f"Completed in {format_duration(ended - began)}.")
     if job.result is not None:
         output.line(compact(job.result))
     return None
