@@ -23,7 +23,7 @@ import howdah
 from howdah.embedded import EmbeddedServer, binaries, resolve_url
 from howdah.embedded import server as embedded_server
 from howdah.embedded.binaries import Account, Binaries, find_binaries
-from howdah.embedded.server import find_directory
+from howdah.embedded.directory import find_directory
 from howdah.errors import EmbeddedServerError, NoDatabase
 
 FAST = {"fsync": "off", "shared_buffers": "16MB"}

@@ -24,14 +24,12 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import stat
-import struct
 import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from howdah.embedded.binaries import (
     Account,
@@ -40,20 +38,18 @@ from howdah.embedded.binaries import (
     require,
     state_directory,
 )
-from howdah.encoding import database_url
-from howdah.errors import EmbeddedServerError, NoDatabase
+from howdah.embedded.directory import HOME, default_directory
+from howdah.embedded.postmaster import PORT, find_postmaster
+from howdah.errors import EmbeddedServerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from howdah.embedded.binaries import Binaries
+    from howdah.embedded.postmaster import Postmaster
 
-HOME = ".howdah"
-SERVER = "pg18"
 NAME = "howdah"  # of the database and of its superuser
-PORT = 5432  # part of the socket's file name only
 POLL = 0.02
-PROBE = 3.0
 LOG_LIMIT = 16 * 2**20
 # Durable, quiet and private.
 SETTINGS = {
@@ -64,14 +60,6 @@ SETTINGS = {
     "max_wal_size": "1GB",
     "log_checkpoints": "off",
 }
-
-
-class Postmaster(NamedTuple):
-    """What a running server says about itself in `postmaster.pid`."""
-
-    pid: int
-    socket_directory: Path
-    ready: bool
 
 
 class EmbeddedServer:
@@ -182,18 +170,7 @@ class EmbeddedServer:
     def _postmaster(self) -> Postmaster | None:
         """The server that listens, if one does."""
         with self._translated("inspected"):
-            try:
-                lines = (self._cluster / "postmaster.pid").read_text().splitlines()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-        if len(lines) < 5 or not lines[4]:  # it is being written
-            return None
-        # The file outlives a killed server and its process id may be another's by now; only the
-        # server itself listens on the socket.
-        answers = _probe(Path(lines[4]) / f".s.PGSQL.{PORT}")
-        if answers is None:
-            return None
-        return Postmaster(int(lines[0]), Path(lines[4]), answers and lines[-1].strip() == "ready")
+            return find_postmaster(self._cluster)
 
     def _make_directory(self) -> None:
         home = self.directory.parent
@@ -349,55 +326,3 @@ class EmbeddedServer:
                 f"the embedded PostgreSQL in {self.directory} could not be {done}: {error}. "
                 "Check who owns that directory, or name another one."
             ) from error
-
-
-def find_directory(start: Path | None = None) -> Path | None:
-    """The `.howdah/pg18` that `howdah db start` made, in this directory or above."""
-    made = (home / SERVER for home in _homes(start))
-    return next((place for place in made if os.path.lexists(place / "cluster")), None)
-
-
-def default_directory() -> Path:
-    """The one that was made, else one in the nearest `.howdah`, else in a new one right here."""
-    return find_directory() or next(_homes(), Path.cwd() / HOME) / SERVER
-
-
-def resolve_url(argument: str | None = None) -> str:
-    """The database to use, its embedded server started where one was asked for.
-
-    Never creates one that nobody named: two containers that each did would lose each other's jobs.
-    """
-    url = database_url.database_url(argument)
-    if url is None:
-        directory = find_directory()
-        if directory is None:
-            raise NoDatabase
-        return EmbeddedServer(directory).start()
-    if database_url.is_embedded(url):
-        return EmbeddedServer(database_url.embedded_directory(url)).start()
-    return database_url.normalise_url(url)
-
-
-def _homes(start: Path | None = None) -> Iterator[Path]:
-    here = (start or Path.cwd()).absolute()
-    for directory in (here, *here.parents):
-        home = directory / HOME
-        # Like git, ignore what a third party left in a directory above, such as /tmp.
-        if os.path.isdir(home) and home.stat().st_uid in (os.geteuid(), 0):
-            yield home
-
-
-def _probe(address: Path) -> bool | None:
-    """Whether the server at a socket answers, or None where nobody listens."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(PROBE)
-        try:
-            probe.connect(str(address))
-            # "Do you speak TLS?" is answered by a process that the postmaster forks for it; merely
-            # connecting also works while it is dying.
-            probe.sendall(struct.pack("!ii", 8, 80877103))
-            return probe.recv(1) != b"" or None
-        except (BlockingIOError, TimeoutError):
-            return False
-        except OSError:
-            return None
