@@ -20,7 +20,7 @@ from reading import Agent, blocks, variables
 
 from howdah.cli import main
 from howdah.embedded import EmbeddedServer
-from howdah.skill import MANIFEST, NAME, SOURCE, Copy, shipped_files
+from howdah.skill import MANIFEST, NAME, SOURCE, install, shipped_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +84,7 @@ def test_an_agent_can_follow_the_page(page: Path, project: Path, request: Any) -
     if page.parent.name == "references":  # the others make a database of their own
         environment["DATABASE_URL"] = request.getfixturevalue("database")
     if page.name == "SKILL.md":  # the README installs it itself
-        Copy(project / f".claude/skills/{NAME}").install("0")
+        install(project / f".claude/skills/{NAME}", "0")
     agent = Agent(project, environment)
     try:
         for block in blocks(page):
@@ -318,7 +318,7 @@ def test_claude_is_the_default_and_a_directory_serves_every_other_agent(home: Pa
     skill("install", "--dir", f"other/{NAME}")
     for place in (home / ".claude/skills", home.parent / "skills", home.parent / "other"):
         assert content(place / NAME) == shipped_files()
-    assert "--dir goes with neither" in skill("install", "--dir", "x", "--project", status=2)
+    assert "--dir cannot be used with --agent or --project." in skill("install", "--dir", "x", "--project", status=2)
 
 
 def test_an_outdated_file_is_replaced_and_the_difference_shown(
@@ -352,7 +352,7 @@ def test_an_edited_file_is_kept_until_force_overwrites_it(home: Path) -> None:
         said = skill("install")
         assert "kept SKILL.md\n--- installed/SKILL.md" in said
         assert "\n-Our queue is called mail.\n" in said
-        assert "Kept what you edited" in said
+        assert "Kept 1 edited file; --force overwrites it.\n" in said
         assert page.read_text().endswith("mail.\n")
     assert "overwritten SKILL.md" in skill("install", "--force")
     assert content(page.parent) == shipped_files() | {"notes.md": b"ours"}
@@ -399,7 +399,7 @@ def test_uninstalling_leaves_what_the_user_edited_or_added(home: Path) -> None:
     assert content(place) == {"references/notes.md": b"ours too"}
     (place / "references/notes.md").unlink()
     skill("install", "--force")
-    assert f"Removed {place}" in skill("uninstall")
+    assert f"Removed: {place}\n" in skill("uninstall")
     assert not place.exists()
     assert place.parents[1].exists()
 
@@ -417,8 +417,24 @@ def test_a_manifest_cannot_make_it_remove_files_elsewhere(home: Path) -> None:
     assert not place.exists()
 
 
+def test_force_replaces_a_link_and_leaves_the_file_that_it_leads_to(home: Path) -> None:
+    skill("install")
+    page = home / f".claude/skills/{NAME}/SKILL.md"
+    (home / "precious").write_text("ours")
+    page.unlink()
+    page.symlink_to(home / "precious")
+    assert "kept SKILL.md" in skill("install")
+    assert page.is_symlink()
+    assert "overwritten SKILL.md" in skill("install", "--force")
+    assert page.read_bytes() == shipped_files()["SKILL.md"]
+    assert (home / "precious").read_text() == "ours"
+
+
 def test_it_is_not_installed_into_itself_or_over_a_file(home: Path) -> None:
-    assert "Howdah's own copy" in skill("install", "--dir", str(SOURCE), status=1)
+    said = skill("install", "--dir", str(SOURCE), status=1)
+    assert said == (
+        f"Error: {SOURCE} is a symbolic link or Howdah's own copy of the skill; name another directory.\n"
+    )
     (home.parent / "skills").write_text("")
     said = skill("install", "--dir", "skills", status=2)
     assert "is a file" in said
