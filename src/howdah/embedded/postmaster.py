@@ -12,7 +12,7 @@ PROBE_SECONDS = 3.0
 
 
 class Postmaster(NamedTuple):
-    """What a running server says about itself in `postmaster.pid`."""
+    """The contents of `postmaster.pid`."""
 
     pid: int
     socket_directory: Path
@@ -20,15 +20,15 @@ class Postmaster(NamedTuple):
 
 
 def find_postmaster(cluster: Path) -> Postmaster | None:
-    """The server that listens, or None."""
+    """The server that listens for connections, or None."""
     try:
         lines = (cluster / "postmaster.pid").read_text().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if len(lines) < 5 or not lines[4]:  # it is being written
+    if len(lines) < 5 or not lines[4]:  # the server is still writing it
         return None
-    # The file outlives a killed server, and its process id may belong to another process by now;
-    # only the server itself listens on the socket.
+    # The file outlives a killed server, and its process id may belong to another process by now.
+    # Only the server itself listens on the socket.
     answers = _probe(Path(lines[4]) / f".s.PGSQL.{PORT}")
     if answers is None:
         return None
@@ -36,13 +36,13 @@ def find_postmaster(cluster: Path) -> Postmaster | None:
 
 
 def _probe(address: Path) -> bool | None:
-    """Whether the server at a socket answers, or None where nobody listens."""
+    """Whether the server at a socket answers; None if no process listens."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(PROBE_SECONDS)
         try:
             probe.connect(str(address))
-            # "Do you speak TLS?" is answered by a process that the postmaster forks for it; merely
-            # connecting also works while it is dying.
+            # An SSLRequest is answered by a process that the postmaster forks. Connecting alone would
+            # also succeed while the postmaster is shutting down.
             probe.sendall(struct.pack("!ii", 8, 80877103))
             return probe.recv(1) != b"" or None
         except (BlockingIOError, TimeoutError):

@@ -9,9 +9,10 @@ from howdah.errors import NoDatabase
 
 
 def resolve_url(argument: str | None = None) -> str:
-    """The database to use, its embedded server started where one was asked for.
+    """The URL of the database to use. If that is an embedded server, start it.
 
-    Never creates one that nobody named: two containers that each did would lose each other's jobs.
+    Never creates a server that was not asked for: two containers with a private server each would not see
+    each other's jobs.
     """
     url = database_url.database_url(argument)
     if url is None:
