@@ -19,14 +19,14 @@ def database(wiped: str) -> str:
     return wiped
 
 
-def test_doctor_names_problems_and_what_to_do(look: Run, read_json: Any) -> None:
+def test_doctor_names_problems_with_advice(look: Run, read_json: Any) -> None:
     result = look("doctor")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0].startswith("✓ server         PostgreSQL ")
     found = {each["check"]: each for each in read_json(look("doctor", "--json"))}
     assert found["schema"]["level"] == "ok"
-    # fsync is off on the server of the tests, to make them quick
+    # fsync is off on the test server, for speed
     assert found["durability"]["level"] == "problem"
     types = found["job types"]
     assert types["level"] == "problem"
@@ -36,7 +36,7 @@ def test_doctor_names_problems_and_what_to_do(look: Run, read_json: Any) -> None
     assert lines[-1].endswith((" warning.", " warnings."))
 
 
-def test_doctor_sees_expired_leases(
+def test_doctor_reports_expired_leases(
     act: Run, queue: JobQueue, connect: Any, read_json: Any
 ) -> None:
     queue.enqueue("work")
@@ -47,7 +47,9 @@ def test_doctor_sees_expired_leases(
     assert "howdah recover" in found["leases"]["advice"]
 
 
-def test_doctor_copes_with_an_odd_schema_name(empty_database: str, read_json: Any) -> None:
+def test_doctor_and_other_commands_accept_an_odd_schema_name(
+    empty_database: str, read_json: Any
+) -> None:
     schema = 'odd "name" ' + "x" * 30
     assert invoke("migrate", "--database", empty_database, "--schema", schema).exit_code == 0
     found = read_json(invoke("doctor", "--database", empty_database, "--schema", schema, "--json"))
@@ -57,14 +59,14 @@ def test_doctor_copes_with_an_odd_schema_name(empty_database: str, read_json: An
         assert result.exit_code == 0, result.stderr
 
 
-def test_doctor_reports_what_it_may_not_see(reader: str, read_json: Any) -> None:
+def test_doctor_runs_every_check_for_a_role_that_may_only_read(reader: str, read_json: Any) -> None:
     with psycopg.connect(reader) as conn:
-        assert conn.info.user == "looker"
+        assert conn.info.user == "reader_role"
     found = read_json(invoke("doctor", "--database", reader, "--json"))
     assert len(found) == 16
 
 
-def test_what_it_says_fits_a_terminal(terminal: Any, shop: Shop) -> None:
+def test_doctor_fits_a_narrow_terminal(terminal: Any, shop: Shop) -> None:
     seen = terminal("doctor", "--database", shop.url, width=60)
     seen.wait()
     assert "did you mean" in " ".join(seen.text.split())

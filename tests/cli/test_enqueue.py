@@ -56,7 +56,7 @@ def test_a_call_of_a_task_is_enqueued_with_its_options(act: Run, queue: JobQueue
                  'tags=["a","b"]', "--delay", "1h", "--ordering-key", "k")  # fmt: skip
     assert (result.exit_code, result.stderr) == (0, "")
     job = queue.get(result.stdout.strip())
-    # "42" stays a text, for the signature says so
+    # "42" stays a string, because the signature says so
     assert job.data == {"path": "42", "size": {"width": 400}, "factor": 2, "tags": ["a", "b"]}
     assert (job.job_type, job.ordering_key) == ("resize", "k")
     assert (job.run_at - job.created_at).total_seconds() == pytest.approx(3600, abs=30)
@@ -64,7 +64,9 @@ def test_a_call_of_a_task_is_enqueued_with_its_options(act: Run, queue: JobQueue
 
 @pytest.mark.usefixtures("tasks")
 @pytest.mark.parametrize("name", ["cli_shop:send", "cli_shop:mail.send", "cli_shop:app:mail.send"])
-def test_a_task_goes_by_its_function_or_its_name(act: Run, queue: JobQueue, name: str) -> None:
+def test_a_task_is_named_by_its_function_or_its_registered_name(
+    act: Run, queue: JobQueue, name: str
+) -> None:
     job = queue.get(act("enqueue", name, "to=a=b").stdout.strip())
     assert (job.job_type, job.queue, job.priority, job.data) == (
         "mail.send", "mail", 150, {"to": "a=b"})  # fmt: skip
@@ -86,16 +88,18 @@ def test_a_task_goes_by_its_function_or_its_name(act: Run, queue: JobQueue, name
         (["cli_shop:send", "--data", "{"], "--data is not JSON: Expecting property name enclosed in "
          "double quotes: line 1 column 2 (char 1)."),
         (["cli_shop:send", "--data", "[1]"], "--data must be a JSON object of the task's arguments."),
-        (["cli_shop:send", "to=a", "--timeout", "5s"], "--timeout goes with --wait."),
+        (["cli_shop:send", "to=a", "--timeout", "5s"], "--timeout needs --wait."),
     ],
 )  # fmt: skip
-def test_wrong_calls_are_one_sentence(act: Run, words: list[str], sentence: str) -> None:
+def test_a_wrong_call_is_one_sentence_and_code_2(act: Run, words: list[str], sentence: str) -> None:
     result = act("enqueue", *words)
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"Error: {sentence}\n")
 
 
 @pytest.mark.usefixtures("tasks")
-def test_arguments_are_checked_against_the_signature(act: Run, queue: JobQueue) -> None:
+def test_arguments_are_checked_against_the_signature_and_nothing_is_enqueued(
+    act: Run, queue: JobQueue
+) -> None:
     for words in (["path=a"], ["path=a", 'size={"width": "wide"}'], ["path=a", "colour=red"]):
         result = act("enqueue", "cli_shop:resize", *words)
         assert (result.exit_code, result.stdout) == (2, "")
@@ -114,14 +118,17 @@ def test_a_bare_job_needs_no_app(act: Run, queue: JobQueue, read_json: Any) -> N
     assert job.data == {"to": "alice", "n": 3}
     again = act("enqueue", "--type", "send-email", "--key", "welcome")
     assert again.stdout == f"{job.id}\n"
-    assert again.stderr == "A job was enqueued under this key before: this is its id.\n"
+    assert again.stderr == "A job with this key was enqueued before; this is its id.\n"
 
 
-def test_data_may_be_any_json(act: Run, queue: JobQueue) -> None:
+def test_data_is_json_to_which_arguments_are_added(act: Run, queue: JobQueue) -> None:
     one = act("enqueue", "--type", "t", "--data", '{"a": {"b": [1]}}', "c=true").stdout.strip()
     assert queue.get(one).data == {"a": {"b": [1]}, "c": True}
     refused = act("enqueue", "--type", "t", "--data", "[1]", "c=true")
-    assert refused.exit_code == 2
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "Error: --data must be a JSON object if KEY=VALUE arguments are given too.\n",
+    )
 
 
 def test_a_bad_job_is_refused_in_one_sentence(act: Run) -> None:

@@ -24,13 +24,13 @@ def database(wiped: str) -> str:
         ("failed", "failed", ": CardError: declined 2"),
         ("cancelled", "cancelled", "it was cancelled at "),
         ("running", "running", "it runs on worker-1"),
-        ("blocked", "key-held", 'the key "alice" is held by job '),
+        ("blocked", "key-held", 'the ordering key "alice" is held by job '),
         ("pending", "next", "it is next in line"),
         ("scheduled", "due-later", "it was scheduled: due in "),
         ("misspelt", "unknown-type", 'no live worker has a task named "exprot"; did you mean "export"?'),
     ],
 )  # fmt: skip
-def test_explain_says_why(
+def test_explain_gives_the_reason_for_each_state(
     look: Run, shop: Shop, read_json: Any, name: str, code: str, text: str
 ) -> None:
     job_id = getattr(shop, name)
@@ -42,7 +42,7 @@ def test_explain_says_why(
     assert [reason["code"] for reason in answer["reasons"]] == [code]
 
 
-def test_explain_names_the_holder_of_the_key_and_the_place_in_line(
+def test_explain_names_the_key_holder_the_jobs_before_and_the_estimated_start(
     look: Run, shop: Shop, read_json: Any
 ) -> None:
     assert str(shop.running) in look("explain", shop.blocked).stdout
@@ -52,12 +52,12 @@ def test_explain_names_the_holder_of_the_key_and_the_place_in_line(
     assert answer["starts_at"] is not None
 
 
-def test_explain_without_workers(act: Run, queue: JobQueue) -> None:
+def test_explain_says_that_no_worker_is_running(act: Run, queue: JobQueue) -> None:
     job = queue.enqueue("work")
     assert "no worker is running; start one with `howdah worker`" in act("explain", job.id).stdout
 
 
-def test_what_it_says_fits_a_terminal(terminal: Any, shop: Shop) -> None:
+def test_explain_fits_a_narrow_terminal(terminal: Any, shop: Shop) -> None:
     seen = terminal("explain", shop.misspelt, "--database", shop.url, width=60)
     seen.wait()
     assert "did you mean" in " ".join(seen.text.split())

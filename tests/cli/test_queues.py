@@ -15,7 +15,7 @@ def database(wiped: str) -> str:
     return wiped
 
 
-def test_queues_shows_what_waits_and_runs(look: Run, read_json: Any) -> None:
+def test_queues_counts_waiting_and_running_jobs(look: Run, read_json: Any) -> None:
     lines = [line.split() for line in look("queues").stdout.splitlines()]
     assert lines[0][:5] == ["TYPE", "QUEUE", "DUE", "SCHEDULED", "BLOCKED"]
     found = {
@@ -28,7 +28,7 @@ def test_queues_shows_what_waits_and_runs(look: Run, read_json: Any) -> None:
     assert (export["due"], export["blocked"], export["running"]) == (0, 1, 1)
 
 
-def test_workers_are_listed(look: Run, act: Run, read_json: Any) -> None:
+def test_workers_lists_registered_workers(look: Run, read_json: Any) -> None:
     heading, line = look("workers").stdout.splitlines()
     assert heading.split() == ["WORKER", "STATE", "RUNNING", "SEEN", "UP", "QUEUES", "TYPES"]
     assert line.startswith("worker-1  busy")
@@ -39,6 +39,17 @@ def test_workers_are_listed(look: Run, act: Run, read_json: Any) -> None:
         "db.example.com",
         True,
     )
-    nobody = act("workers")
-    assert (nobody.exit_code, nobody.stdout) == (0, "")
-    assert nobody.stderr == "No worker is running. Start one with `howdah worker MODULE:APP`.\n"
+
+
+def test_workers_says_how_to_start_one_if_there_is_none(act: Run) -> None:
+    result = act("workers")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "No worker is running. Start one with `howdah worker MODULE:APP`.\n"
+
+
+def test_queues_of_an_empty_database_is_a_note(act: Run) -> None:
+    result = act("queues")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert (
+        result.stderr == "No job is waiting or running, and none ended in the last five minutes.\n"
+    )

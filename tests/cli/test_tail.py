@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from howdah import JobQueue
 
 
-def test_tail_says_what_happened_lately(look: Run, shop: Shop, read_json: Any) -> None:
+def test_tail_prints_recent_occurrences_in_order(look: Run, shop: Shop, read_json: Any) -> None:
     found = read_json(look("tail", "--no-follow", "--lines", 100, "--json"))
     happened = [(each["what"], each["job_id"]) for each in found]
     completed, failed = str(shop.completed), str(shop.failed)
@@ -35,7 +35,9 @@ def test_tail_says_what_happened_lately(look: Run, shop: Shop, read_json: Any) -
     assert [each["at"] for each in found] == sorted(each["at"] for each in found)
 
 
-def test_tail_shows_the_last_lines_and_whole_ids(look: Run, shop: Shop) -> None:
+def test_tail_prints_the_last_lines_with_complete_ids_and_filters_them(
+    look: Run, shop: Shop
+) -> None:
     text = look("tail", "--no-follow", "--lines", 2).stdout
     assert ids(text) == [str(shop.evil), str(shop.misspelt)]
     only = look("tail", "--no-follow", "--type", "charge").stdout
@@ -45,7 +47,7 @@ def test_tail_shows_the_last_lines_and_whole_ids(look: Run, shop: Shop) -> None:
         str(shop.running), str(shop.blocked)}  # fmt: skip
 
 
-def test_tail_of_nothing(act: Run) -> None:
+def test_tail_of_an_empty_queue_says_so(act: Run) -> None:
     result = act("tail", "--no-follow")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "Nothing happened in the last 1 h.\n"
@@ -72,7 +74,7 @@ def following(database: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_tail_follows_jobs_that_were_enqueued_long_ago(
+def test_tail_follows_a_job_that_was_enqueued_before_its_window(
     following: subprocess.Popen[str], queue: JobQueue, connect: Any
 ) -> None:
     old = queue.enqueue("old").id
@@ -86,7 +88,7 @@ def test_tail_follows_jobs_that_were_enqueued_long_ago(
         return dict(json.loads(following.stdout.readline()))
 
     assert (read()["job_type"]) == "first"
-    # Between two looks it is claimed and completed: only the last page of the finished has it.
+    # It may be claimed and completed between two polls: then only the last page of its partition has it.
     job = queue.claim_one("old")
     assert job is not None
     queue.event(job, "note", {"text": "hello"})
@@ -104,7 +106,7 @@ def test_tail_follows_jobs_that_were_enqueued_long_ago(
     assert following.stderr.read() == ""
 
 
-def test_tail_goes_on_after_a_lost_connection(
+def test_tail_continues_after_a_lost_connection(
     following: subprocess.Popen[str], queue: JobQueue, connect: Any
 ) -> None:
     queue.enqueue("before")

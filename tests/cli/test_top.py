@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from howdah import JobQueue
 
 
-def test_a_pipe_gets_one_frame(look: Run) -> None:
+def test_piped_top_prints_one_frame(look: Run) -> None:
     result = look("top")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -26,7 +26,7 @@ def test_a_pipe_gets_one_frame(look: Run) -> None:
     assert look("top", "--once").stdout.splitlines()[1] == lines[1]
 
 
-def test_a_frame_for_programs(look: Run, read_json: Any) -> None:
+def test_top_prints_a_frame_as_json(look: Run, read_json: Any) -> None:
     [frame] = read_json(look("top", "--json"))
     assert (frame["due"], frame["running"], frame["scheduled"], frame["blocked"]) == (3, 1, 1, 1)
     assert sum(frame["completed"]) == 600
@@ -36,7 +36,9 @@ def test_a_frame_for_programs(look: Run, read_json: Any) -> None:
 
 
 @pytest.mark.parametrize(("width", "colour"), [(60, False), (120, True)])
-def test_top_is_live_until_q(terminal: Any, shop: Shop, width: int, colour: bool) -> None:
+def test_top_refreshes_until_q_and_restores_the_terminal(
+    terminal: Any, shop: Shop, width: int, colour: bool
+) -> None:
     variables = {} if colour else {"NO_COLOR": "1"}
     seen = terminal("top", "--interval", "100ms", "--database", shop.url, width=width, height=20,
                     **variables)  # fmt: skip
@@ -47,10 +49,10 @@ def test_top_is_live_until_q(terminal: Any, shop: Shop, width: int, colour: bool
     frame = seen.text[: seen.text.index("worker-1")]
     assert max(map(len, frame.splitlines())) <= width
     assert ("\x1b[32m" in seen.raw) == colour
-    assert seen.raw.endswith("\x1b[?25h\x1b[?1049l"), "cursor and screen are as they were"
+    assert seen.raw.endswith("\x1b[?25h\x1b[?1049l"), "cursor and screen are restored"
 
 
-def test_ctrl_c_leaves_top_in_peace(terminal: Any, shop: Shop) -> None:
+def test_ctrl_c_ends_top_without_an_error(terminal: Any, shop: Shop) -> None:
     seen = terminal("top", "--database", shop.url)
     seen.read(until="worker-1")
     seen.interrupt()
@@ -58,7 +60,7 @@ def test_ctrl_c_leaves_top_in_peace(terminal: Any, shop: Shop) -> None:
     assert "Traceback" not in seen.text
 
 
-def test_top_shows_no_more_than_fits(terminal: Any, database: str, queue: JobQueue) -> None:
+def test_top_shows_only_the_rows_that_fit(terminal: Any, database: str, queue: JobQueue) -> None:
     queue.enqueue_many([(f"type-{n:03}", {}) for n in range(100)])
     seen = terminal("top", "--database", database, height=15)
     seen.read(until="more")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from stage import ids, invoke
 
+from children import until
 from howdah import JobQueue, Status
 
 if TYPE_CHECKING:
@@ -21,24 +23,25 @@ def database(wiped: str) -> str:
     return wiped
 
 
-def work(database: str, *, fail: bool = False, steps: int = 2) -> Callable[[], None]:
-    """A worker that waits for one job, takes its time, and ends it."""
+def work(database: str, *, fail: bool = False, watched: bool = True) -> Callable[[], None]:
+    """A worker that claims one job, waits until it is watched, reports two steps and ends it."""
 
     def run() -> None:
-        queue = JobQueue(database, worker_id="worker-7")
-        deadline = time.monotonic() + 120
-        while (job := queue.claim_one(queues=["default", "mail"])) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        for step in range(1, steps + 1):
-            queue.progress(job, 100 * step // (steps + 1), f"step {step}")
-            queue.event(job, "step", {"n": step})
-            time.sleep(0.1)
-        if fail:
-            queue.fail(job, "ValueError: no such\x1b[31m file", retry=False)
-        else:
-            queue.complete(job, {"pages": 3})
-        queue.close()
+        with (
+            closing(JobQueue(database, worker_id="worker-7")) as queue,
+            psycopg.connect(database, autocommit=True) as conn,
+        ):
+            job = until(lambda: queue.claim_one(queues=["default", "mail"]), "a job is enqueued")
+            if watched:
+                find = "SELECT FROM howdah.watchers WHERE job_id = %s"
+                until(lambda: conn.execute(find, [job.id]).rowcount, "the job is watched")
+            for step in (1, 2):
+                queue.progress(job, 33 * step, f"step {step}")
+                queue.event(job, "step", {"n": step})
+            if fail:
+                queue.fail(job, "ValueError: no such\x1b[31m file", retry=False)
+            else:
+                queue.complete(job, {"pages": 3})
 
     return run
 
@@ -60,7 +63,7 @@ def test_enqueue_and_wait_prints_the_result(
     assert (last["status"], last["result"]) == ("completed", {"pages": 3})
 
 
-def test_a_job_that_fails_is_code_5(act: Run, database: str, meanwhile: Any) -> None:
+def test_a_failed_job_is_code_5(act: Run, database: str, meanwhile: Any) -> None:
     with meanwhile(work(database, fail=True)):
         result = act("enqueue", "--type", "t", "--wait")
     assert result.exit_code == 5
@@ -89,19 +92,21 @@ def test_waiting_too_long_is_code_1(look: Run, shop: Shop) -> None:
     )
 
 
-def test_a_job_that_is_not_kept_completes_all_the_same(
-    act: Run, database: str, queue: JobQueue, meanwhile: Any
+def test_a_job_that_is_not_kept_counts_as_completed(
+    terminal: Any, database: str, queue: JobQueue, meanwhile: Any
 ) -> None:
     job = queue.enqueue("t", keep=0)
-    with meanwhile(work(database, steps=10)):
-        result = act("wait", job.id)
-    assert (result.exit_code, result.stderr) == (0, "It completed, and was not kept.\n")
+    seen = terminal("wait", job.id, "--database", database)
+    seen.read(until="pending")
+    with meanwhile(work(database)):
+        assert seen.wait() == 0
+    assert seen.text.endswith("The job completed and was not kept.\n")
 
 
 # ── watching ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_watch_tells_every_step_when_piped(
+def test_piped_watch_prints_every_change(
     act: Run, database: str, queue: JobQueue, meanwhile: Any, read_json: Any
 ) -> None:
     job = queue.enqueue("t")
@@ -118,7 +123,7 @@ def test_watch_tells_every_step_when_piped(
 
 
 @pytest.mark.parametrize("width", [60, 120])
-def test_watch_is_a_live_bar_in_a_terminal(
+def test_watch_shows_a_progress_bar_in_a_terminal(
     terminal: Any, database: str, queue: JobQueue, meanwhile: Any, width: int
 ) -> None:
     job = queue.enqueue("t")
@@ -133,7 +138,7 @@ def test_watch_is_a_live_bar_in_a_terminal(
     assert max(map(len, seen.text.splitlines())) <= width
 
 
-def test_ctrl_c_leaves_the_job_alone(
+def test_ctrl_c_does_not_cancel_the_job(
     terminal: Any, shop: Shop, queue: JobQueue, database: str
 ) -> None:
     job = queue.enqueue("t")
@@ -141,12 +146,12 @@ def test_ctrl_c_leaves_the_job_alone(
     seen.read(until="pending")
     seen.interrupt()
     assert seen.wait() == 130
-    assert "The job goes on." in seen.text
+    assert "The job was not cancelled." in seen.text
     assert "Traceback" not in seen.text
     assert queue.get(job).status is Status.PENDING
 
 
-def test_a_role_that_may_only_look_watches_all_the_same(
+def test_a_role_that_may_only_read_can_wait(
     database: str, queue: JobQueue, connect: Any, meanwhile: Any
 ) -> None:
     conn = connect()
@@ -155,7 +160,7 @@ def test_a_role_that_may_only_look_watches_all_the_same(
         conn.execute("GRANT USAGE ON SCHEMA howdah TO onlooker")
         conn.execute("GRANT SELECT ON ALL TABLES IN SCHEMA howdah TO onlooker")
         job = queue.enqueue("t")
-        with meanwhile(work(database)):
+        with meanwhile(work(database, watched=False)):
             result = invoke(
                 "wait", job.id, "--database", database.replace("://howdah@", "://onlooker@")
             )

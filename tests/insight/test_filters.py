@@ -1,4 +1,4 @@
-"""The small language of conditions; what its SQL finds is tested in tests/cli/test_jobs.py."""
+"""Parsing of conditions. tests/cli/test_jobs.py tests which jobs they match."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from howdah.insight.filters import any_of, conjunction, parse_condition, parse_v
      ("a.png", "a.png"), ("", ""), ("NaN", "NaN"), ("1e999", "1e999"), ("01234", "01234"),
      ('"\\ud800"', '"\\ud800"'), ("[" * 5000, "[" * 5000)],
 )  # fmt: skip
-def test_values_are_json_or_else_texts(text: str, value: object) -> None:
+def test_a_value_is_json_if_possible_and_a_string_otherwise(text: str, value: object) -> None:
     assert parse_value(text) == value
 
 
-def test_values_never_become_part_of_the_text() -> None:
+def test_values_never_become_part_of_the_sql() -> None:
     hostile = "'; DROP TABLE jobs; --"
     conditions = [
         parse_condition(f"type={hostile}"),

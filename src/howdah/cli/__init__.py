@@ -1,8 +1,7 @@
-"""The `howdah` command. One module per group of commands; this one registers them.
+"""The `howdah` command. This module registers the commands of `howdah.cli.commands`.
 
-Commands raise HowdahError and nothing handles it but the group: one sentence on stderr, and an exit
-code for scripts: 1 an error, 2 wrong usage, 3 no such job, 4 the database does not answer, 5 the job that
-was waited for failed or was cancelled.
+Commands raise HowdahError. The group prints it as one sentence on stderr and sets the exit code: 1 error,
+2 wrong usage, 3 no such job, 4 database unreachable, 5 the awaited job failed or was cancelled.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from howdah.insight.find import AmbiguousId, NoSuchJob
 
 SECTIONS = {
     "Run": (worker_command, dev_command, demo, chaos_command, enqueue_command),
-    "Look": (
+    "Inspect": (
         top_command,
         tail_command,
         jobs_command,
@@ -59,7 +58,7 @@ SECTIONS = {
 
 
 class Commands(click.Group):
-    """A group whose commands may raise HowdahError."""
+    """A group that turns HowdahError into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -69,7 +68,7 @@ class Commands(click.Group):
             ctx.exit(exit_code(error))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands by what they are for, the others last."""
+        """List the commands by section; commands without a section come last."""
         sections = {title: [each.name or "" for each in group] for title, group in SECTIONS.items()}
         known = {name for names in sections.values() for name in names}
         sections["More"] = [name for name in self.list_commands(ctx) if name not in known]
@@ -82,7 +81,7 @@ class Commands(click.Group):
 
 
 def exit_code(error: HowdahError) -> int:
-    """What a script is told."""
+    """The exit code for an error."""
     match error:
         case AmbiguousId():
             return 2

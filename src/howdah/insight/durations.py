@@ -1,4 +1,4 @@
-"""Durations as people read and write them."""
+"""Durations as people write and read them: "5m" in, "5 min" out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_duration(text: str) -> timedelta:
 
 
 def format_duration(duration: timedelta) -> str:
-    """A duration in the unit a person would use: 12 ms, 3.2 s, 4 min, 2 h 5 min, 3 days."""
+    """A duration in a readable unit: 12 ms, 3.2 s, 4 min, 2 h 5 min, 3 days."""
     seconds = max(0.0, duration.total_seconds())
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"

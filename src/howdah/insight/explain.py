@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One reason why a job is where it is. `code` is for programs, `text` for people."""
+    """One reason for a job's state. `code` is for programs, `text` for people."""
 
     code: str
     text: str
@@ -44,7 +44,7 @@ class Explainer(QueueReader):
         self._statistics = Statistics(runner, schema)
 
     def explain(self, job_id: UUID) -> Explanation:
-        """Why is it not running?"""
+        """Explain why a job is not running."""
         job = self._run(self._statements.get(job_id))
         if job is None:
             raise JobNotFound(job_id)
@@ -52,10 +52,10 @@ class Explainer(QueueReader):
         if job.status.is_final:
             return Explanation(job=job, reasons=(_ended(job),))
         if job.status is not Status.PENDING:
-            return Explanation(job=job, reasons=(self._held(job, now),))
-        reasons = [*self._blocked(job), *self._not_due(job, now), *self._nobody(job)]
+            return Explanation(job=job, reasons=(self._in_flight(job, now),))
+        reasons = [*self._blocked(job), *self._not_due(job, now), *self._no_worker(job)]
         if job.attempts >= job.max_attempts:
-            text = f"it has used its {job.max_attempts} attempts; `howdah retry {job.id}` gives it new ones"
+            text = f"it has used all of its {job.max_attempts} attempts; `howdah retry {job.id}` resets them"
             reasons.append(Reason(code="no-attempts", text=text))
         ahead, starts_at = None, None
         if not job.blockers:
@@ -64,19 +64,19 @@ class Explainer(QueueReader):
                 starts_at = self._estimate(job, ahead, now)
             if not reasons:
                 text = (
-                    f"{counted(ahead, 'job')} of its queue to go before it"
+                    f"{counted(ahead, 'job')} of its queue run before it"
                     if ahead
                     else "it is next in line"
                 )
                 reasons.append(Reason(code="behind" if ahead else "next", text=text))
         return Explanation(job=job, reasons=tuple(reasons), ahead=ahead, starts_at=starts_at)
 
-    def _held(self, job: Job, now: datetime) -> Reason:
+    def _in_flight(self, job: Job, now: datetime) -> Reason:
         worker = next((w for w in self._statistics.workers() if w.worker_id == job.worker_id), None)
         left = job.lease_expires_at - now if job.lease_expires_at else timedelta(0)
-        what = "runs" if job.status is Status.RUNNING else "was claimed and waits for a free slot"
+        what = "runs" if job.status is Status.RUNNING else "is prefetched and waits for a free slot"
         if left < timedelta(0):
-            text = f"its worker {job.worker_id} let the lease run out; it will be recovered within seconds"
+            text = f"the lease of worker {job.worker_id} expired; the job will be recovered within seconds"
             return Reason(code="expired", text=text)
         seen = "" if worker is None else f", last seen {worker.seen_ago.total_seconds():.0f} s ago"
         if job.cancel_requested:
@@ -100,9 +100,9 @@ class Explainer(QueueReader):
             decode=lambda rows: rows[0] if rows else None,
         )
         if holder is None:
-            text = f'the key "{job.ordering_key}" is about to be given to the next job'
+            text = f'the ordering key "{job.ordering_key}" has no holder yet; it is assigned within seconds'
             return [Reason(code="unsettled", text=text)]
-        text = f'the key "{job.ordering_key}" is held by job {holder[0]} ({holder[1]})'
+        text = f'the ordering key "{job.ordering_key}" is held by job {holder[0]} ({holder[1]})'
         return [Reason(code="key-held", text=text)]
 
     def _not_due(self, job: Job, now: datetime) -> list[Reason]:
@@ -112,7 +112,7 @@ class Explainer(QueueReader):
         text = f"{why}: due in {format_duration(job.run_at - now)}, at {_clock(job.run_at)}"
         return [Reason(code="due-later", text=text)]
 
-    def _nobody(self, job: Job) -> list[Reason]:
+    def _no_worker(self, job: Job) -> list[Reason]:
         alive = [worker for worker in self._statistics.workers() if worker.is_alive]
         if not alive:
             return [
@@ -120,20 +120,20 @@ class Explainer(QueueReader):
                     code="no-worker", text="no worker is running; start one with `howdah worker`"
                 )
             ]
-        knowing = [worker for worker in alive if job.job_type in worker.job_types]
-        if not knowing:
+        capable = [worker for worker in alive if job.job_type in worker.job_types]
+        if not capable:
             known = {name for worker in alive for name in worker.job_types}
             near = did_you_mean(job.job_type, known)
             text = f'no live worker has a task named "{job.job_type}"{near}'
             return [Reason(code="unknown-type", text=text)]
-        if not any(job.queue in worker.queues for worker in knowing):
+        if not any(job.queue in worker.queues for worker in capable):
             text = f'no live worker serves the queue "{job.queue}"'
             return [Reason(code="unserved-queue", text=text)]
-        if all(worker.running >= worker.concurrency > 0 for worker in knowing):
+        if all(worker.running >= worker.concurrency > 0 for worker in capable):
             return [
                 Reason(
                     code="busy",
-                    text=f"all who could run it are busy: {counted(len(knowing), 'worker')}",
+                    text=f"every worker that can run it is busy ({counted(len(capable), 'worker')})",
                 )
             ]
         return []

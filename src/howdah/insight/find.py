@@ -1,4 +1,4 @@
-"""Finding jobs: by conditions, page by page, and by a piece of their id. Reads only."""
+"""Finds jobs by conditions, page by page, and by a part of their id. Reads only."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from howdah.model import Job
     from howdah.protocol.statements import Rows
 
-SHORTEST = 4
-SHOWN = 5
+MIN_CHARACTERS = 4
+MAX_CANDIDATES = 5
 
 
 class NoSuchJob(HowdahError, LookupError):
-    """No job's id begins or ends like that."""
+    """No job's id begins or ends with the text."""
 
-    def __init__(self, piece: str) -> None:
+    def __init__(self, part: str) -> None:
         super().__init__(
-            f'no job\'s id begins or ends with "{piece}"; it may have been cleared after its retention.'
+            f'no job\'s id begins or ends with "{part}"; it may have been cleared after its retention.'
         )
 
 
 class AmbiguousId(HowdahError, LookupError):
-    """Several jobs' ids begin or end like that."""
+    """The ids of several jobs begin or end with the text."""
 
-    def __init__(self, piece: str, found: Sequence[Candidate]) -> None:
-        self.found = tuple(found[:SHOWN])
-        more = " and more" if len(found) > SHOWN else ""
+    def __init__(self, part: str, found: Sequence[Candidate]) -> None:
+        self.found = tuple(found[:MAX_CANDIDATES])
+        more = " and more" if len(found) > MAX_CANDIDATES else ""
         names = ", ".join(f"{each.id} ({each.job_type}, {each.status})" for each in self.found)
-        super().__init__(f'"{piece}" may be any of these jobs; type more of it: {names}{more}.')
+        super().__init__(f'"{part}" matches several jobs; type more of the id: {names}{more}.')
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A job that a piece of an id may mean."""
+    """A job whose id matches a part of an id."""
 
     id: UUID
     job_type: str
@@ -56,12 +56,12 @@ class Candidate:
 
 
 class Search(QueueReader):
-    """Which jobs are there?"""
+    """Finds jobs."""
 
     def jobs(
         self, conditions: Sequence[Condition], limit: int, before: UUID | None = None
     ) -> list[Job]:
-        """Jobs that meet every condition, newest first, from behind `before` on."""
+        """Jobs that meet every condition, newest first; with `before`, only older ones."""
         where, values = conjunction(conditions)
         if before is not None:
             values.append(before)
@@ -75,7 +75,7 @@ class Search(QueueReader):
         if not ids:
             return []
         found = self._run(self._statements.find(Filters(ids=ids), limit))
-        # The fence belongs to whoever claimed the job.
+        # The fence is for the worker that claimed the job.
         return [msgspec.structs.replace(job, lease_id=None) for job in found]
 
     def count(self, conditions: Sequence[Condition]) -> tuple[int, UUID | None]:
@@ -96,8 +96,8 @@ class Search(QueueReader):
     def batches(
         self, conditions: Sequence[Condition], newest: UUID, size: int
     ) -> Iterator[list[UUID]]:
-        """The ids of jobs that meet every condition, up to `newest`, oldest first. Each is asked for when
-        it is wanted, and none comes twice, whatever is done to the jobs meanwhile."""
+        """The ids of jobs that meet every condition, up to `newest`, oldest first. Each batch is read when
+        it is needed, and no id is returned twice, whatever changes the jobs in between."""
         where, values = conjunction(conditions)
         n = len(values)
         last = UUID(int=0)
@@ -116,14 +116,14 @@ class Search(QueueReader):
             last = ids[-1]
             yield ids
 
-    def resolve(self, piece: str) -> UUID:
-        """The job that an id means, or the beginning or the end of one."""
-        digits = piece.strip().lower().replace("-", "")
+    def resolve(self, part: str) -> UUID:
+        """The id of the job whose id is, begins with or ends with `part`."""
+        digits = part.strip().lower().replace("-", "")
         if not re.fullmatch(r"[0-9a-f]{1,32}", digits):
-            raise InvalidOption(f'"{piece}" is not a job id, nor the beginning or the end of one.')
-        if len(digits) < SHORTEST:
+            raise InvalidOption(f'"{part}" is not a job id, nor the beginning or the end of one.')
+        if len(digits) < MIN_CHARACTERS:
             raise InvalidOption(
-                f'"{piece}" is too short for a job id; type at least {SHORTEST} characters of its '
+                f'"{part}" is too short for a job id; type at least {MIN_CHARACTERS} characters of its '
                 "beginning or end."
             )
         low, high = UUID(digits.ljust(32, "0")), UUID(digits.ljust(32, "f"))
@@ -135,15 +135,15 @@ class Search(QueueReader):
                 "right(replace(id::text, '-', ''), $1::int) = $2::text", len(digits), digits
             )
         if not found:
-            raise NoSuchJob(piece)
+            raise NoSuchJob(part)
         if len(found) > 1:
-            raise AmbiguousId(piece, found)
+            raise AmbiguousId(part, found)
         return found[0].id
 
     def _candidates(self, where: str, *values: Any) -> list[Candidate]:
         return self._fetch(
             f"SELECT id, job_type, status, created_at FROM {{s}}.jobs WHERE {where} "
-            f"ORDER BY id DESC LIMIT {SHOWN + 1}",
+            f"ORDER BY id DESC LIMIT {MAX_CANDIDATES + 1}",
             *values,
             decode=lambda rows: [Candidate(*row) for row in rows],
         )

@@ -1,4 +1,4 @@
-"""Runs read-only statements that are written where they are used."""
+"""The base class of the readers in this package: each writes its own read-only SQL."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """Who runs statements: a `Store`, or a single connection."""
+    """Runs statements: a `Store`, or a single connection."""
 
     def run(self, statement: Statement[T]) -> T:
-        """Run one statement and read its answer."""
+        """Run one statement and decode its rows."""
 
 
 class QueueReader:
-    """Statements made up on the spot, on one schema: `{s}` stands for its name."""
+    """Runs SQL on one schema: `{s}` stands for its quoted name."""
 
     def __init__(self, runner: Runner, schema: str) -> None:
         self._run = runner.run

@@ -12,13 +12,13 @@ from howdah.insight.reader import QueueReader
 if TYPE_CHECKING:
     from howdah.protocol.statements import Rows
 
-ALIVE = timedelta(seconds=45)  # a worker is seen every ten seconds
+ALIVE = timedelta(seconds=45)  # a live worker updates `seen_at` every ten seconds
 RATE_WINDOW = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A queue and job type: what waits, what runs, and how fast it goes."""
+    """A queue and job type: what waits, what runs, and how fast."""
 
     queue: str
     job_type: str
@@ -35,7 +35,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A worker, as it said itself."""
+    """A worker, as it registered itself."""
 
     worker_id: str
     host: str
@@ -50,7 +50,7 @@ class WorkerInfo:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was heard of lately."""
+        """Whether its last heartbeat is recent."""
         return self.seen_ago < ALIVE
 
 
@@ -58,7 +58,7 @@ class Statistics(QueueReader):
     """What waits, what runs and how fast."""
 
     def lanes(self) -> list[Lane]:
-        """Every queue and job type with something alive in it, or done in the last minutes."""
+        """Every queue and job type with live jobs, or with jobs that ended in the last five minutes."""
         return self._fetch(
             """
             WITH live AS (
@@ -100,7 +100,7 @@ class Statistics(QueueReader):
         )  # fmt: skip
 
     def workers(self) -> list[WorkerInfo]:
-        """Every worker that has not said goodbye, the one seen last first."""
+        """Every registered worker, the most recently seen first. One that stops cleanly removes its row."""
         return self._fetch(
             """
             SELECT worker_id, host, pid, queues, job_types, started_at, clock_timestamp() - seen_at, idle,
@@ -118,7 +118,7 @@ class Statistics(QueueReader):
         )  # fmt: skip
 
     def rates(self, buckets: int = 30) -> list[tuple[int, int]]:
-        """(completed, failed or retried) of each of the last buckets of ten seconds, oldest first."""
+        """(completed, failed or retried) jobs in each of the last ten-second buckets, oldest first."""
         return self._fetch(
             """
             SELECT coalesce(sum(t.completed), 0)::bigint, coalesce(sum(t.failed + t.retried), 0)::bigint
@@ -135,7 +135,7 @@ class Statistics(QueueReader):
         )
 
     def lane_rates(self, buckets: int = 30) -> dict[tuple[str, str], list[int]]:
-        """What each queue and job type ended in each of the last buckets of ten seconds, oldest first."""
+        """Jobs that ended, by queue and job type, in each of the last ten-second buckets, oldest first."""
         rates: dict[tuple[str, str], list[int]] = {}
 
         def fill(rows: Rows) -> dict[tuple[str, str], list[int]]:
@@ -161,6 +161,6 @@ class Statistics(QueueReader):
         )
 
     def now(self) -> datetime:
-        """What time it is there: the database's clock decides."""
+        """The time of the database's clock."""
         now: datetime = self._fetch("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
         return now

@@ -1,4 +1,4 @@
-"""`howdah doctor`: what makes a queue slow, stuck or unsafe."""
+"""`howdah doctor`: finds what makes a queue slow, stuck or unsafe."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from howdah.insight.doctor import Doctor
 from howdah.protocol.schema_name import quote_schema
 
 
-@click.command("doctor", short_help="What makes a queue slow, stuck or unsafe.")
+@click.command("doctor", short_help="Find what makes a queue slow, stuck or unsafe.")
 @database_options
 @json_lines_option
 def doctor_command(database: str | None, schema: str, as_json: bool) -> None:
-    """Look for what makes a queue slow, stuck or unsafe, and say what to do.
+    """Find what makes a queue slow, stuck or unsafe, and say what to do.
 
-    Exits with 1 if there is a problem; warnings do not count.
+    The exit code is 1 if there is a problem; a warning does not count.
     """
     try:
         quote_schema(schema)
@@ -45,7 +45,7 @@ def doctor_command(database: str | None, schema: str, as_json: bool) -> None:
         summary = (
             f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
             if problems or warnings
-            else "All well"
+            else "No problems found"
         )
         worst = "problem" if problems else "warning" if warnings else "ok"
         output.line("")

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from howdah.cli.session import Session
 
 
-@click.command("explain", short_help="Why is a job not running?")
+@click.command("explain", short_help="Explain why a job is not running.")
 @click.argument("job_id", metavar="ID")
 @queue_command
 def explain_command(session: Session, output: Output, job_id: str) -> None:
-    """Say why a job is not running, what goes before it, and when it may start.
+    """Explain why a job is not running, which jobs run before it, and when it may start.
 
-    ID may be the beginning or the end of an id, if only one job's is like that.
+    ID may be the beginning or the end of an id that matches only one job.
     """
     found = session.explainer.explain(session.resolve(job_id))
     job = found.job
@@ -48,7 +48,7 @@ def explain_command(session: Session, output: Output, job_id: str) -> None:
     codes = {reason.code for reason in found.reasons}
     if found.ahead and "behind" not in codes:
         output.line(
-            f"{output.sign('event')} {counted(found.ahead, 'job')} of its queue to go before it",
+            f"{output.sign('event')} {counted(found.ahead, 'job')} of its queue run before it",
             indent=2,
         )
     if found.starts_at is not None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from howdah.cli.session import Session
     from howdah.insight.statistics import Lane, WorkerInfo
 
-SPARKS = 18  # buckets of ten seconds
+SPARKLINE_BUCKETS = 18  # of ten seconds each
 LANE_COLUMNS = (
-    Column(title="type", flexible=True, least=16),
+    Column(title="type", flexible=True, min_width=16),
     Column(title="queue", drop=3, flexible=True),
     Column(title="due", right=True),
     Column(title="scheduled", drop=5, right=True),
@@ -37,22 +37,22 @@ LANE_COLUMNS = (
     Column(title="last 3 min", drop=7),
 )
 WORKER_COLUMNS = (
-    Column(title="worker", flexible=True, least=24),
+    Column(title="worker", flexible=True, min_width=24),
     Column(title="state"),
     Column(title="running", right=True),
     Column(title="seen", drop=1, right=True),
     Column(title="up", drop=6, right=True),
     Column(title="queues", drop=3, flexible=True),
-    Column(title="types", drop=5, flexible=True, least=12),
+    Column(title="types", drop=5, flexible=True, min_width=12),
 )
 
 
-@click.command("queues", short_help="What waits and runs, and how fast it goes.")
+@click.command("queues", short_help="Count waiting and running jobs, with rates.")
 @queue_command
 def queues_command(session: Session, output: Output) -> None:
-    """Show what waits and runs, by queue and job type, and how fast it goes.
+    """Count waiting and running jobs by queue and job type, with rates.
 
-    Rates, waits and runs are those of the last five minutes, as workers count them.
+    Workers count the rates. JOBS/S, FAILING/MIN and the mean times WAIT and RUN cover the last five minutes.
     """
     lanes = session.statistics.lanes()
     if output.as_json:
@@ -60,7 +60,7 @@ def queues_command(session: Session, output: Output) -> None:
             output.json(asdict(lane))
         return
     if not lanes:
-        output.note("Nothing waits or runs, and nothing ended in the last five minutes.")
+        output.note("No job is waiting or running, and none ended in the last five minutes.")
         return
     now = session.statistics.now()
     output.print_table(LANE_COLUMNS, [lane_row(output, lane, now) for lane in lanes])
@@ -83,21 +83,23 @@ def lane_row(
         "" if lane.mean_run is None else format_duration(timedelta(seconds=lane.mean_run)),
         Text(rate(failing), "red") if failing else "",
         relative(lane.oldest_due, now),
-        Text(output.sparkline(rates[-SPARKS:]), "green") if any(rates[-SPARKS:]) else "",
+        Text(output.sparkline(rates[-SPARKLINE_BUCKETS:]), "green")
+        if any(rates[-SPARKLINE_BUCKETS:])
+        else "",
     ]
 
 
 def rate(value: float) -> str:
-    """A number a second, or a minute, with as many digits as matter."""
+    """A rate with two to three significant digits."""
     if value == 0:
         return "0"
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-@click.command("workers", short_help="The workers, and what they do.")
+@click.command("workers", short_help="List the workers and their state.")
 @queue_command
 def workers_command(session: Session, output: Output) -> None:
-    """Show the workers, the one heard of last first."""
+    """List the workers and their state, the most recently seen first."""
     workers = session.statistics.workers()
     if output.as_json:
         for worker in workers:
@@ -115,11 +117,11 @@ def worker_row(worker: WorkerInfo, now: datetime) -> list[str | Text]:
     state = Text("lost", "red")
     if worker.is_alive:
         state = Text("idle", "dim") if worker.idle and not worker.running else Text("busy", "green")
-    of = f"/{worker.concurrency}" if worker.concurrency else ""
+    limit = f"/{worker.concurrency}" if worker.concurrency else ""
     return [
         worker.worker_id,
         state,
-        f"{worker.running}{of}",
+        f"{worker.running}{limit}",
         relative(now - worker.seen_ago, now),
         format_duration(now - worker.started_at),
         ", ".join(worker.queues),

@@ -44,7 +44,7 @@ def copy_options(command: Any) -> Any:
     return command
 
 
-@click.group()
+@click.group(short_help="Install the skill for coding agents.")
 def skill() -> None:
     """The skill that teaches a coding agent to set up and use Howdah."""
 
@@ -106,7 +106,7 @@ def path(as_json: bool) -> None:
     click.echo(json.dumps({"path": source, "files": files}) if as_json else source)
 
 
-@skill.command("list")
+@skill.command("list", short_help="List where the skill is installed.")
 @json_option
 def list_command(as_json: bool) -> None:
     """List the directories of the agents, and whether the skill is installed there."""

@@ -1,4 +1,4 @@
-"""`howdah tail`: what happens to jobs, as it happens."""
+"""`howdah tail`: prints what happens to jobs, live."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
     from howdah.cli.session import Session
     from howdah.insight.activity import Occurrence
 
-POLL = 0.5
-WIDE = 100
+POLL_SECONDS = 0.5
+BURST_SECONDS = 0.05
+FULL_WIDTH = 80  # columns; a narrower terminal shows only the time, the sign, the id and the type
 
 
-@click.command("tail", short_help="What happens to jobs, as it happens.")
+@click.command("tail", short_help="Print what happens to jobs, live.")
 @click.option("--follow/--no-follow", default=True, show_default=True,
-              help="Go on until Ctrl-C, or only say what happened lately.")  # fmt: skip
+              help="Run until Ctrl-C, or print the past and exit.")  # fmt: skip
 @click.option("--lines", type=click.IntRange(0, 1000), default=10, show_default=True,
-              help="How many happenings of the past to begin with.")  # fmt: skip
+              help="How many past lines to print first.")  # fmt: skip
 @click.option("--since", type=Duration(), default="1h", show_default=True, metavar="DURATION",
-              help="How far back these may lie.")  # fmt: skip
+              help="Maximum age of these lines.")  # fmt: skip
 @click.option("--type", "types", type=Name(), multiple=True, metavar="NAME",
               help="Only jobs of this type. May be repeated.")  # fmt: skip
 @click.option("--queue", "queues", type=Name(), multiple=True, metavar="NAME",
@@ -53,9 +54,9 @@ def tail_command(
     types: Sequence[str],
     queues: Sequence[str],
 ) -> None:
-    """Show what happens to jobs, and their events, as it happens.
+    """Print what happens to jobs, live.
 
-    enqueued, claimed, completed, failed, cancelled, error (an attempt failed), and event.
+    Each line is one of: enqueued, claimed, completed, failed, cancelled, error (an attempt failed), event.
     """
     tail = Tail(session, session.schema, since)
 
@@ -67,43 +68,43 @@ def tail_command(
         ]
 
     with contextlib.suppress(KeyboardInterrupt):
-        past = wanted(tail.look())
+        past = wanted(tail.poll())
         printer = Printer(output)
         printer.print(past[-lines:] if lines else [])
         if not follow:
             if not past:
                 output.note(f"Nothing happened in the last {format_duration(since)}.")
             return
-        for found in _looks(session, output, tail):
+        for found in _polls(session, output, tail):
             printer.print(wanted(found))
 
 
-def _looks(session: Session, output: Output, tail: Tail) -> Iterator[list[Occurrence]]:
-    heard: object = None
-    lost = False
+def _polls(session: Session, output: Output, tail: Tail) -> Iterator[list[Occurrence]]:
+    listening: object = None
+    unreachable = False
     while True:
         try:
-            if heard is not session.conn:
-                # Wakes are only heard where some worker is idle; otherwise the clock has to do.
+            if listening is not session.conn:
+                # Enqueues notify only while a worker is idle; at other times polling finds them.
                 session.conn.execute(f'LISTEN {quote_schema(session.schema)[:-1]}:wake"'.encode())
-                heard = session.conn
-            for _ in session.conn.notifies(timeout=POLL, stop_after=1):
-                time.sleep(0.05)  # for what follows at once
+                listening = session.conn
+            for _ in session.conn.notifies(timeout=POLL_SECONDS, stop_after=1):
+                time.sleep(BURST_SECONDS)  # one poll then covers what directly follows
         except DatabaseError:
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         try:
-            found = tail.look()
+            found = tail.poll()
         except DatabaseUnreachable as error:
-            if not lost:
-                output.note(f"No answer, trying again: {one_line(error.reason)}")
-            lost = True
+            if not unreachable:
+                output.note(f"Database unreachable, retrying: {one_line(error.reason)}")
+            unreachable = True
             continue
-        lost = False
+        unreachable = False
         yield found
 
 
 class Printer:
-    """Prints what happened, a line each."""
+    """Prints one line for each occurrence."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -111,7 +112,7 @@ class Printer:
         self._errors: dict[UUID, str | None] = {}
 
     def print(self, found: Sequence[Occurrence]) -> None:
-        """Print each."""
+        """Print occurrences."""
         for each in found:
             if self._output.as_json:
                 facts = asdict(each)
@@ -128,12 +129,12 @@ class Printer:
             while len(self._errors) > LIMIT:
                 del self._errors[next(iter(self._errors))]
         elif each.what == "failed" and self._errors.pop(each.job_id, None) == each.error:
-            each = replace(each, error=None)  # it was just said
+            each = replace(each, error=None)  # printed just before, with the attempt
         at = f"{each.at.astimezone():%H:%M:%S}"
         name = one_line(each.job_type or "")
         sign = self._output.sign(each.what)
         style = STYLES[each.what]
-        if self._output.width < WIDE:
+        if self._output.width < FULL_WIDTH:
             return Text.assemble((at, "dim"), (f" {sign} ", style), f"{each.job_id} {name}")
         self._type_width = min(max(self._type_width, len(name)), 30)
         return Text.assemble(

@@ -1,4 +1,4 @@
-"""`howdah top`: queues, job types and workers, live."""
+"""`howdah top`: queues, job types and workers on a screen that refreshes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from howdah.insight.statistics import Lane, WorkerInfo
 
 BUCKETS = 30
-SHARE = 10  # looking takes at most one part in so many of the time
+QUERY_SHARE = 10  # reading a frame takes at most 1 / QUERY_SHARE of the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Everything that `top` shows at one moment."""
+    """Everything that `top` shows at one time."""
 
     at: datetime
     lanes: list[Lane]
@@ -58,7 +58,7 @@ class Frame:
         )
 
     def facts(self) -> dict[str, Any]:
-        """For programs."""
+        """The frame for `--json`."""
         return {
             "at": self.at,
             "due": sum(lane.due for lane in self.lanes),
@@ -76,12 +76,12 @@ class Frame:
         }
 
     def lines(
-        self, output: Output, place: str, height: int | None, trouble: str = ""
+        self, output: Output, place: str, height: int | None, problem: str = ""
     ) -> list[Text]:
-        """For people, no higher than the screen."""
+        """The frame as lines, no more than fit on the screen."""
         head = [
             Text.assemble((f"{self.at.astimezone():%H:%M:%S}  ", "dim"), (place, "bold")),
-            Text(trouble, "bold red") if trouble else self._summary(),
+            Text(problem, "bold red") if problem else self._summary(),
         ]
         completed = [each for each, _ in self.rates]
         failed = [each for _, each in self.rates]
@@ -92,17 +92,19 @@ class Frame:
                 head.append(Text.assemble((f"{name:<10}", "dim"), (spark, style), (total, "dim")))
         head = [output.fit(line) for line in head]
         workers = [worker_row(worker, self.at) for worker in self.workers]
-        below = output.table(WORKER_COLUMNS, workers) if workers else [Text("no workers", "dim")]
+        worker_lines = (
+            output.table(WORKER_COLUMNS, workers) if workers else [Text("no workers", "dim")]
+        )
         rows = [
             lane_row(output, lane, self.at, self.lane_rates.get((lane.queue, lane.job_type), ()))
             for lane in self.lanes
         ]
-        above = output.table(LANE_COLUMNS, rows) if rows else [Text("no jobs", "dim")]
+        lane_lines = output.table(LANE_COLUMNS, rows) if rows else [Text("no jobs", "dim")]
         if height is not None:
             room = max(6, height - len(head) - 3)
-            below = _shorten(below, max(3, min(len(below), room // 3)), output)
-            above = _shorten(above, max(3, room - len(below)), output)
-        return [*head, Text(""), *above, Text(""), *below]
+            worker_lines = _shorten(worker_lines, max(3, min(len(worker_lines), room // 3)), output)
+            lane_lines = _shorten(lane_lines, max(3, room - len(worker_lines)), output)
+        return [*head, Text(""), *lane_lines, Text(""), *worker_lines]
 
     def _summary(self) -> Text:
         facts = self.facts()
@@ -129,13 +131,13 @@ def _shorten(lines: list[Text], most: int, output: Output) -> list[Text]:
     return [*lines[: most - 1], Text(f"{output.sign('more')} and {hidden} more", "dim")]
 
 
-@click.command("top", short_help="Queues, job types and workers, live.")
+@click.command("top", short_help="Show queues, job types and workers, live.")
 @click.option("--interval", type=Duration(), default="1s", show_default=True, metavar="DURATION",
-              help="How often to look.")  # fmt: skip
-@click.option("--once", is_flag=True, help="Print one frame and leave; so does a pipe.")
+              help="Time between refreshes.")  # fmt: skip
+@click.option("--once", is_flag=True, help="Print one frame and exit. Piped output does the same.")
 @queue_command
 def top_command(session: Session, output: Output, interval: timedelta, once: bool) -> None:
-    """Show queues, job types and workers, live. q or Ctrl-C leaves."""
+    """Show queues, job types and workers, live. Press q or Ctrl-C to quit."""
     if output.as_json:
         return output.json(Frame.of(session).facts())
     place = database_url.redact(session.url)
@@ -150,27 +152,27 @@ def top_command(session: Session, output: Output, interval: timedelta, once: boo
 
 def _run_top(session: Session, output: Output, place: str, interval: float) -> None:
     frame = Frame.of(session)
-    trouble = ""
+    problem = ""
     took = 0.0
     with (
         Keys() as keys,
         Live(console=output.console, screen=True, auto_refresh=False) as live,
     ):
         while True:
-            lines = frame.lines(output, place, output.console.height, trouble)
+            lines = frame.lines(output, place, output.console.height, problem)
             live.update(Group(*lines), refresh=True)
-            if keys.pressed(max(interval, took * SHARE)) in ("q", "Q", "\x1b", "\x04"):
+            if keys.pressed(max(interval, took * QUERY_SHARE)) in ("q", "Q", "\x1b", "\x04"):
                 return
             began = time.monotonic()
             try:
-                frame, trouble = Frame.of(session), ""
+                frame, problem = Frame.of(session), ""
             except DatabaseUnreachable as error:
-                trouble = f"no answer, trying again: {one_line(error.reason)}"
+                problem = f"database unreachable, retrying: {one_line(error.reason)}"
             took = time.monotonic() - began
 
 
 class Keys:
-    """The keyboard, key by key, where there is one."""
+    """Reads single keys if standard input is a terminal."""
 
     def __enter__(self) -> Keys:
         self._old: list[Any] | None = None
@@ -184,7 +186,7 @@ class Keys:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._old)
 
     def pressed(self, seconds: float) -> str | None:
-        """The key that was pressed within that time, or None."""
+        """Wait for a key; None if no key was pressed in time."""
         if self._old is None:
             time.sleep(seconds)
             return None
