@@ -151,7 +151,7 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
     supervisor.ready(2)
     queue.enqueue_many([*[nap] * 10, killer, *[nap] * 90])
     until(lambda: all_ended(conn), "every job ended")
-    died = "a worker process ended and is started again"
+    died = "worker process ended; restarting"
     jobs = conn.execute(
         "SELECT job_type, status, attempts, last_error FROM howdah.jobs ORDER BY job_type"
     ).fetchall()

@@ -1,4 +1,4 @@
-"""`howdah watch` and `howdah wait`: one job until it ends, and how it ended as the exit code."""
+"""`howdah watch` and `howdah wait`: follow one job until it ends. The exit code says how it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from howdah.cli.values import Duration
 from howdah.database.connection import AsyncDatabaseError
 from howdah.errors import HowdahError, JobCancelled, JobFailed, ResultTimeout
 from howdah.execution.watch import Watcher
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.model import Status
 from howdah.protocol.statements import Statement
 from howdah.protocol.worker_statements import WorkerStatements
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
     from howdah.model import Event, Job
 
 
-class LookingStatements(WorkerStatements):
-    """For a role that may only look: nobody is asked to tell of changes, they are polled for."""
+class ReadOnlyStatements(WorkerStatements):
+    """For a role that may only read: registers no watcher, so changes are found by polling."""
 
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
-        """Nothing."""
+        """Do nothing."""
         return Statement("SELECT 1", (), lambda rows: None)
 
     def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
-        """Nothing."""
+        """Do nothing."""
         return Statement("SELECT 1", (), lambda rows: None)
 
 
 def follow(
-    session: Session, job_id: UUID, tell: Callable[[Change], None], timeout: timedelta | None
+    session: Session, job_id: UUID, show: Callable[[Change], None], timeout: timedelta | None
 ) -> Job | None:
-    """Tell of every change until the job ends; its last state, or None if it was not kept."""
-    statements = (WorkerStatements if session.may_write() else LookingStatements)(session.schema)
+    """Show every change until the job ends. Returns its last state, or None if it was not kept."""
+    statements = (WorkerStatements if session.may_watch() else ReadOnlyStatements)(session.schema)
 
     async def run() -> Job | None:
         queue = AsyncJobQueue(session.url, schema=session.schema, create=False)
@@ -64,16 +64,16 @@ def follow(
             async with asyncio.timeout(timeout.total_seconds() if timeout else None):
                 async for change in watcher.changes(job_id):
                     job = change.job
-                    tell(change)
+                    show(change)
         except TimeoutError:
             seconds = timeout.total_seconds() if timeout else 0
             raise ResultTimeout(job_id, seconds) from None
         except AsyncDatabaseError as error:
-            raise HowdahError(f"the database refused: {error}.") from error
+            raise HowdahError(f"the database rejected the statement: {error}.") from error
         finally:
             await watcher.close()
             await queue.close()
-        # One that ended at no known time is gone: it was completed under keep=0.
+        # A job without an end time has no row: it completed with keep=0.
         return None if job is not None and job.status.is_final and job.completed_at is None else job
 
     return asyncio.run(run())
@@ -86,21 +86,21 @@ def follow_live(
     job_id: UUID,
     timeout: timedelta | None = None,
 ) -> Job | None:
-    """Follow with a progress bar that stays; events appear above it."""
+    """Follow with a progress bar; events are printed above it."""
     screen = Screen(output)
     with Live(screen, console=console, auto_refresh=True, refresh_per_second=8) as live:
 
-        def tell(change: Change) -> None:
+        def show(change: Change) -> None:
             for event in change.events:
                 live.console.print(_event_line(event), soft_wrap=True)
             screen.job = change.job
             live.refresh()
 
-        return follow(session, job_id, tell, timeout)
+        return follow(session, job_id, show, timeout)
 
 
 class Screen:
-    """The last known state of a job as a bar."""
+    """The last known state of a job as a progress bar."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -140,9 +140,9 @@ def _event_line(event: Event) -> Text:
         )
     if event.kind == "log" and isinstance(data, dict) and set(data) == {"text"}:
         return Text.assemble((clock(event.at, event.at), "dim"), f"  {one_line(data['text'])}")
-    told = "" if data in ({}, None) else f"  {compact(data)}"
+    text = "" if data in ({}, None) else f"  {compact(data)}"
     return Text.assemble(
-        (clock(event.at, event.at), "dim"), (f"  {one_line(event.kind)}", STYLES["event"]), told
+        (clock(event.at, event.at), "dim"), (f"  {one_line(event.kind)}", STYLES["event"]), text
     )
 
 
@@ -153,7 +153,7 @@ def _change_line(change: Change) -> Text:
 
 
 def change_facts(change: Change) -> dict[str, Any]:
-    """A change for programs."""
+    """A change for `--json`."""
     job = change.job
     return {
         "id": job.id,
@@ -174,29 +174,29 @@ def change_facts(change: Change) -> dict[str, Any]:
     }
 
 
-def settle(output: Output, job: Job | None) -> None:
-    """Say how it ended; a job that did not succeed is an error, with its exit code."""
+def report_end(output: Output, job: Job | None) -> None:
+    """Print how the job ended. Raises JobFailed or JobCancelled, which set the exit code."""
     if job is None:
-        return output.note("It completed, and was not kept.")
+        return output.note("The job completed and was not kept.")
     if job.status is Status.FAILED:
         raise JobFailed(job)
     if job.status is Status.CANCELLED:
         raise JobCancelled(job)
     began = job.started_at or job.claimed_at or job.created_at
     ended = job.completed_at or began
-    output.note(f"Completed in {describe(ended - began)}.")
+    output.note(f"Completed in {format_duration(ended - began)}.")
     if job.result is not None:
         output.line(compact(job.result))
     return None
 
 
 @contextlib.contextmanager
-def leaving() -> Any:
-    """Ctrl-C leaves the job alone, and says so to the shell as usual."""
+def interruptible() -> Any:
+    """Ctrl-C ends the command with the usual exit code; the job is not cancelled."""
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("The job goes on.", err=True)
+        click.echo("The job was not cancelled.", err=True)
         raise SystemExit(130) from None
 
 
@@ -204,25 +204,25 @@ def leaving() -> Any:
 @click.argument("job_id", metavar="ID")
 @queue_command
 def watch_command(session: Session, output: Output, job_id: str) -> None:
-    """Follow a job until it ends: progress, stage, and events as they come.
+    """Follow a job until it ends: progress, stage and events.
 
-    ID may be the beginning or the end of an id, if only one job's is like that. Exits with 5 if the job
+    ID may be the beginning or the end of an id that matches only one job. The exit code is 5 if the job
     failed or was cancelled.
     """
     job = session.find(job_id)
-    with leaving():
+    with interruptible():
         if output.is_terminal:
             output.line((one_line(job.job_type), "bold"), f"  {job.id}")
             end = follow_live(session, output, output.console, job.id)
         else:
-            end = follow(session, job.id, lambda change: _tell(output, change), None)
+            end = follow(session, job.id, lambda change: _print_change(output, change), None)
     if not output.as_json:
-        settle(output, end)
+        report_end(output, end)
     elif end is not None and end.status is not Status.COMPLETED:
         click.get_current_context().exit(5)
 
 
-def _tell(output: Output, change: Change) -> None:
+def _print_change(output: Output, change: Change) -> None:
     if output.as_json:
         return output.json(change_facts(change))
     for event in change.events:
@@ -233,26 +233,26 @@ def _tell(output: Output, change: Change) -> None:
 @click.command("wait", short_help="Wait for a job and print its result.")
 @click.argument("job_id", metavar="ID")
 @click.option("--timeout", type=Duration(), metavar="DURATION",
-              help="Give up after this long, as in 30s; the job goes on.")  # fmt: skip
+              help="How long to wait, as in 30s. The job is not cancelled.")  # fmt: skip
 @queue_command
 def wait_command(session: Session, output: Output, job_id: str, timeout: timedelta | None) -> None:
     """Wait for a job to end and print its result.
 
-    ID may be the beginning or the end of an id, if only one job's is like that. Exits with 5 if the job
-    failed or was cancelled, and with 1 if it did not end in time.
+    ID may be the beginning or the end of an id that matches only one job. The exit code is 5 if the job
+    failed or was cancelled, and 1 if it did not end in time.
     """
     wait_for(session, output, session.resolve(job_id), timeout)
 
 
 def wait_for(session: Session, output: Output, job_id: UUID, timeout: timedelta | None) -> None:
-    """Wait with a bar on standard error, if that is a terminal, and print the result."""
-    with leaving():
+    """Wait, with a progress bar if standard error is a terminal, and print the result."""
+    with interruptible():
         if output.aside.is_terminal and not output.as_json:
             job = follow_live(session, output, output.aside, job_id, timeout)
         else:
             job = follow(session, job_id, lambda change: None, timeout)
     if not output.as_json:
-        return settle(output, job)
+        return report_end(output, job)
     output.json({"id": job_id, "status": "completed"} if job is None else plain(job))
     if job is not None and job.status is not Status.COMPLETED:
         click.get_current_context().exit(5)

@@ -1,4 +1,4 @@
-"""`howdah top` and `howdah tail`."""
+"""`howdah tail`."""
 
 from __future__ import annotations
 
@@ -19,69 +19,7 @@ if TYPE_CHECKING:
     from howdah import JobQueue
 
 
-# ── top ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_pipe_gets_one_frame(look: Run) -> None:
-    result = look("top")
-    assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert lines[0][8:].startswith('  database "shop" at ')
-    assert "3 due" in lines[1]
-    assert "1 running" in lines[1]
-    assert "1 scheduled  1 blocked" in lines[1]
-    assert lines[2].startswith("completed ")
-    assert "600 in 5 min" in lines[2]
-    assert any(line.startswith("worker-1 ") for line in lines)
-    assert look("top", "--once").stdout.splitlines()[1] == lines[1]
-
-
-def test_a_frame_for_programs(look: Run, read_json: Any) -> None:
-    [frame] = read_json(look("top", "--json"))
-    assert (frame["due"], frame["running"], frame["scheduled"], frame["blocked"]) == (3, 1, 1, 1)
-    assert sum(frame["completed"]) == 600
-    resize = next(lane for lane in frame["lanes"] if lane["job_type"] == "resize")
-    assert sum(resize["ended"]) == 630
-    assert [worker["worker_id"] for worker in frame["workers"]] == ["worker-1"]
-
-
-@pytest.mark.parametrize(("width", "colour"), [(60, False), (120, True)])
-def test_top_is_live_until_q(terminal: Any, shop: Shop, width: int, colour: bool) -> None:
-    variables = {} if colour else {"NO_COLOR": "1"}
-    seen = terminal("top", "--interval", "100ms", "--database", shop.url, width=width, height=20,
-                    **variables)  # fmt: skip
-    seen.read(until="worker-1", times=3)
-    seen.type("q")
-    assert seen.wait() == 0
-    assert "Traceback" not in seen.text
-    frame = seen.text[: seen.text.index("worker-1")]
-    assert max(map(len, frame.splitlines())) <= width
-    assert ("\x1b[32m" in seen.raw) == colour
-    assert seen.raw.endswith("\x1b[?25h\x1b[?1049l"), "cursor and screen are as they were"
-
-
-def test_ctrl_c_leaves_top_in_peace(terminal: Any, shop: Shop) -> None:
-    seen = terminal("top", "--database", shop.url)
-    seen.read(until="worker-1")
-    seen.interrupt()
-    assert seen.wait() == 0
-    assert "Traceback" not in seen.text
-
-
-def test_top_shows_no_more_than_fits(terminal: Any, database: str, queue: JobQueue) -> None:
-    queue.enqueue_many([(f"type-{n:03}", {}) for n in range(100)])
-    seen = terminal("top", "--database", database, height=15)
-    seen.read(until="more")
-    seen.type("q")
-    assert seen.wait() == 0
-    assert "type-000" in seen.text
-    assert "type-050" not in seen.text
-
-
-# ── tail ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_tail_says_what_happened_lately(look: Run, shop: Shop, read_json: Any) -> None:
+def test_tail_prints_recent_occurrences_in_order(look: Run, shop: Shop, read_json: Any) -> None:
     found = read_json(look("tail", "--no-follow", "--lines", 100, "--json"))
     happened = [(each["what"], each["job_id"]) for each in found]
     completed, failed = str(shop.completed), str(shop.failed)
@@ -97,7 +35,9 @@ def test_tail_says_what_happened_lately(look: Run, shop: Shop, read_json: Any) -
     assert [each["at"] for each in found] == sorted(each["at"] for each in found)
 
 
-def test_tail_shows_the_last_lines_and_whole_ids(look: Run, shop: Shop) -> None:
+def test_tail_prints_the_last_lines_with_complete_ids_and_filters_them(
+    look: Run, shop: Shop
+) -> None:
     text = look("tail", "--no-follow", "--lines", 2).stdout
     assert ids(text) == [str(shop.evil), str(shop.misspelt)]
     only = look("tail", "--no-follow", "--type", "charge").stdout
@@ -107,7 +47,7 @@ def test_tail_shows_the_last_lines_and_whole_ids(look: Run, shop: Shop) -> None:
         str(shop.running), str(shop.blocked)}  # fmt: skip
 
 
-def test_tail_of_nothing(act: Run) -> None:
+def test_tail_of_an_empty_queue_says_so(act: Run) -> None:
     result = act("tail", "--no-follow")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "Nothing happened in the last 1 h.\n"
@@ -134,7 +74,7 @@ def following(database: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_tail_follows_jobs_that_were_enqueued_long_ago(
+def test_tail_follows_a_job_that_was_enqueued_before_its_window(
     following: subprocess.Popen[str], queue: JobQueue, connect: Any
 ) -> None:
     old = queue.enqueue("old").id
@@ -148,7 +88,7 @@ def test_tail_follows_jobs_that_were_enqueued_long_ago(
         return dict(json.loads(following.stdout.readline()))
 
     assert (read()["job_type"]) == "first"
-    # Between two looks it is claimed and completed: only the last page of the finished has it.
+    # It may be claimed and completed between two polls: then only the last page of its partition has it.
     job = queue.claim_one("old")
     assert job is not None
     queue.event(job, "note", {"text": "hello"})
@@ -166,7 +106,7 @@ def test_tail_follows_jobs_that_were_enqueued_long_ago(
     assert following.stderr.read() == ""
 
 
-def test_tail_goes_on_after_a_lost_connection(
+def test_tail_continues_after_a_lost_connection(
     following: subprocess.Popen[str], queue: JobQueue, connect: Any
 ) -> None:
     queue.enqueue("before")
