@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from howdah.binaries import OLDEST_VERSION, Binaries, _system_directories, find_binaries
+from howdah.embedded.binaries import OLDEST_VERSION, Binaries, _system_directories, find_binaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
