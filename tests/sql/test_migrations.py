@@ -59,6 +59,39 @@ print("done")
     assert len(claim(conn, 100)) == 10
 
 
+def test_a_migration_that_commits_between_two_attempts_to_lock_is_seen(
+    empty_database: str, conn: Connection
+) -> None:
+    """A session that caches that there is no schema must read the catalog after it got the lock."""
+    migrate.drive(conn, migrate.check("howdah"))
+    with psycopg.connect(empty_database) as other:
+        other.execute("SELECT pg_advisory_xact_lock(hashtextextended('howdah:migrate:howdah', 0))")
+        attempts = 0
+
+        def interrupted() -> migrate.Steps[migrate.Applied]:
+            nonlocal attempts
+            work = migrate.steps("howdah")
+            answer = None
+            while True:
+                try:
+                    step = work.send(answer)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]
+                attempts += "pg_try_advisory_xact_lock" in step.text
+                if attempts == 3 and not other.closed:
+                    # A small migration: a whole one would make the server invalidate all caches.
+                    other.execute(
+                        "CREATE SCHEMA howdah; CREATE TABLE howdah.migrations AS "
+                        "SELECT 999 AS version, 1 AS oldest_code, '' AS functions_hash"
+                    )
+                    other.commit()
+                    other.close()
+                answer = yield step
+
+        assert migrate.drive(conn, interrupted()) == migrate.Applied()
+        assert attempts == 3
+
+
 def test_migrating_twice_does_nothing_the_second_time(conn: Connection) -> None:
     first = migrate.migrate(conn, "howdah")
     assert ([step.version for step in first.steps], first.functions) == (ALL, True)
@@ -440,6 +473,19 @@ def test_what_was_dropped_stays_expected_after_an_upgrade(
         "column lanes.head_at",
     }
     assert "column lanes.next_release" in stored
+
+
+def test_what_users_added_may_be_dropped_after_an_upgrade(
+    empty_database: str, conn: Connection, newer: Release
+) -> None:
+    conn.execute("CREATE SCHEMA howdah; CREATE TABLE howdah.mine (id int PRIMARY KEY)")
+    migrate.migrate(conn, "howdah")
+    conn.execute("CREATE INDEX mine_too ON howdah.live_jobs ((data ->> 'customer'))")
+    conn.execute("CREATE TRIGGER mine AFTER INSERT ON howdah.live_jobs "
+                 "EXECUTE FUNCTION suppress_redundant_updates_trigger()")  # fmt: skip
+    migrate.migrate(conn, "howdah", release=newer)
+    assert [key for key in stored_catalog(conn) if "mine" in key] == []
+    assert "column lanes.next_release" in stored_catalog(conn)
 
 
 def test_after_an_upgrade_of_postgresql_definitions_are_stored_as_it_prints_them(
