@@ -16,9 +16,9 @@ import pytest
 import emptied
 from howdah import AsyncJobQueue, DatabaseUnreachable, JobQueue
 from howdah.database.async_store import AsyncStore
-from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
+from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.database.store import Store
-from howdah.protocol.statements import LONG_TIMEOUT, Statement, Statements
+from howdah.protocol.statements import LONG_TIMEOUT_SECONDS, Statement, Statements
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -56,9 +56,9 @@ async def afar(url: str, queue: JobQueue) -> AsyncIterator[AsyncJobQueue]:
 
 
 def test_a_connection_is_waited_for_less_long_than_an_answer() -> None:
-    assert TIMEOUT < COMMAND_TIMEOUT < LONG_TIMEOUT
-    assert JobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT
-    assert AsyncJobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT
+    assert TIMEOUT_SECONDS < COMMAND_TIMEOUT_SECONDS < LONG_TIMEOUT_SECONDS
+    assert JobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT_SECONDS
+    assert AsyncJobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT_SECONDS
 
 
 # ── nobody waits for ever, and nothing is done twice ──────────────────────────────────────────────
@@ -233,7 +233,7 @@ async def test_statements_in_one_transaction_have_their_time_each(database: str)
 
 def test_clearing_the_history_has_more_time_than_others() -> None:
     statements = Statements("howdah")
-    assert statements.clear_finished(timedelta(0), ["failed"]).timeout == LONG_TIMEOUT
+    assert statements.clear_finished(timedelta(0), ["failed"]).timeout == LONG_TIMEOUT_SECONDS
 
 
 async def test_a_statement_that_never_ends_is_told_of_in_words(url: str) -> None:

@@ -32,7 +32,7 @@ from howdah import (
 )
 from howdah.database import async_store
 from howdah.database.async_store import AT_HAND, AsyncStore
-from howdah.database.driver_errors import POOL_SIZE, TIMEOUT
+from howdah.database.driver_errors import POOL_CONNECTIONS, TIMEOUT_SECONDS
 from howdah.database.store import Store, _stores
 from howdah.embedded import EmbeddedServer
 from howdah.protocol.statements import Statement
@@ -307,7 +307,7 @@ def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: Embed
             DatabaseUnreachable, match=r"^cannot reach database \"howdah\" at /tmp/"
         ):
             queue.enqueue("a")
-        assert time.monotonic() - began < TIMEOUT
+        assert time.monotonic() - began < TIMEOUT_SECONDS
     finally:
         own_server.start()
         queue.close()
@@ -353,7 +353,7 @@ def test_an_unreachable_database_is_named_without_its_password(
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable) as caught:
         queue.enqueue("a")
-    assert 0.2 < time.monotonic() - began < TIMEOUT
+    assert 0.2 < time.monotonic() - began < TIMEOUT_SECONDS
     assert_unreachable(caught.value, caplog)
     assert SECRET not in repr(queue)
 
@@ -367,7 +367,7 @@ async def test_an_unreachable_database_is_named_without_its_password_when_awaite
     answers = await asyncio.gather(
         *(queue.enqueue("a") for _ in range(8)), queue.pending(), return_exceptions=True
     )
-    assert 0.2 < time.monotonic() - began < TIMEOUT
+    assert 0.2 < time.monotonic() - began < TIMEOUT_SECONDS
     for answer in answers:
         assert isinstance(answer, DatabaseUnreachable)
         assert_unreachable(answer, caplog)
@@ -393,11 +393,11 @@ async def test_a_server_that_takes_connections_and_says_nothing_is_unreachable(s
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match="no answer in time"):
         await AsyncJobQueue(silent, timeout=0.2).pending()
-    assert time.monotonic() - began < TIMEOUT
+    assert time.monotonic() - began < TIMEOUT_SECONDS
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match="connection timeout expired"):
         await asyncio.to_thread(JobQueue(silent, timeout=0.2).pending)
-    assert time.monotonic() - began < TIMEOUT
+    assert time.monotonic() - began < TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -607,9 +607,9 @@ async def test_one_statement_after_the_other_has_the_same_connection(store: Asyn
 
 
 async def test_a_connection_at_hand_is_kept_from_nobody(store: AsyncStore) -> None:
-    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_SIZE)))
+    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
     assert len(store._at_hand) == AT_HAND
-    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_SIZE)))
+    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
 
 
 async def test_a_connection_that_was_idle_for_long_is_not_trusted(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[Sequence[Any]]
 
-LONG_TIMEOUT = 3600.0  # seconds, for what may go through the whole history
+LONG_TIMEOUT_SECONDS = 3600.0  # seconds, for what may go through the whole history
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +381,7 @@ class Statements:
             f"SELECT {self._s}.clear_finished($1::interval, $2::text[])",
             (older_than, [str(status) for status in statuses]),
             _value,
-            timeout=LONG_TIMEOUT,
+            timeout=LONG_TIMEOUT_SECONDS,
         )
 
     def remove_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
