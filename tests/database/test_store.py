@@ -314,7 +314,7 @@ def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: Embed
 
 
 async def test_a_statement_that_is_not_answered_in_time_is_given_up(database: str) -> None:
-    sleep = Statement("SELECT pg_sleep(3600)::text", (), len)
+    sleep = Statement("test", "SELECT pg_sleep(3600)::text", (), len)
     store = Store(database, "howdah", timeout=0.2, command_timeout=0.2)
     with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. Check"):
         await asyncio.to_thread(store.run, sleep)
@@ -590,8 +590,8 @@ def test_queues_that_are_dropped_leave_nothing_behind() -> None:
 # ── connections at hand ───────────────────────────────────────────────────────────────────────────
 
 
-PID = Statement("SELECT pg_backend_pid()", (), lambda rows: rows[0][0])
-NAP = Statement("SELECT pg_sleep(0.05)", (), lambda _: None)
+PID = Statement("test", "SELECT pg_backend_pid()", (), lambda rows: rows[0][0])
+NAP = Statement("test", "SELECT pg_sleep(0.05)", (), lambda _: None)
 
 
 @pytest.fixture
@@ -622,7 +622,9 @@ async def test_a_connection_that_was_idle_for_long_is_not_trusted(
 
 async def test_a_connection_whose_statement_was_cancelled_is_not_kept(store: AsyncStore) -> None:
     await store.run(PID)
-    long = asyncio.create_task(store.run(Statement("SELECT pg_sleep(60)", (), lambda _: None)))
+    long = asyncio.create_task(
+        store.run(Statement("test", "SELECT pg_sleep(60)", (), lambda _: None))
+    )
     await asyncio.sleep(0.1)
     assert not store._at_hand
     long.cancel()

@@ -341,8 +341,8 @@ def _answered(seconds: float) -> Iterator[None]:
 
 
 async def _afetch(conn: Any, statement: Statement[Any], broken: bool, limit: float) -> Rows:
-    if broken and statement.again is not None:
-        statement = statement.again()
+    if broken and statement.resend is not None:
+        statement = statement.resend()
     if (copy := statement.copy) is not None:
         await conn.copy_to_table(
             copy.table, schema_name=copy.schema, columns=copy.columns, encoding="UTF8",

@@ -190,7 +190,9 @@ def seconds_left(give_up: float, least: float = 0.001) -> float:
 def has_schema(schema: str) -> Statement[bool]:
     """Whether the schema's tables are there."""
     name = quote_schema(schema) + ".migrations"
-    return Statement("SELECT to_regclass($1::text) IS NOT NULL", (name,), lambda rows: rows[0][0])
+    return Statement(
+        "has_schema", "SELECT to_regclass($1::text) IS NOT NULL", (name,), lambda rows: rows[0][0]
+    )
 
 
 def is_ours(database: object) -> bool:

@@ -1,7 +1,7 @@
 """Runs Statements for the sync client, on a psycopg pool.
 
 Owns the pool, first use (the schema is checked, and made if it is missing) and reconnecting. A statement
-whose connection broke is sent again, as `Statement.again` says. `async_store.py` does the same for asyncio.
+whose connection broke is sent again, as `Statement.resend` says. `async_store.py` does the same for asyncio.
 """
 
 from __future__ import annotations
@@ -317,8 +317,8 @@ def _empty(pool: psycopg_pool.ConnectionPool[Any]) -> None:
 
 
 def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: bool) -> Rows:
-    if broken and statement.again is not None:
-        statement = statement.again()
+    if broken and statement.resend is not None:
+        statement = statement.resend()
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         if statement.copy is not None:
             with cursor.copy(statement.text) as copy:

@@ -99,12 +99,12 @@ class NewJobs:
             yield encoded
 
     def enqueue(
-        self, jobs: list[dict[str, Any]], *, again: bool = False
+        self, jobs: list[dict[str, Any]], *, resend: bool = False
     ) -> list[Statement[list[Handle]]]:
         """Encoded jobs in as many statements as their size asks for. `again`: unless they are there."""
         return [
             self.statements.enqueue_jobs(
-                payload.encode_batch(batch), self.idempotency_ttl, again=again
+                payload.encode_batch(batch), self.idempotency_ttl, resend=resend
             )
             for batch in _batches(jobs)
         ]
@@ -139,7 +139,7 @@ class Bulk:
     def __iter__(self) -> Iterator[Statement[list[Handle]]]:
         if not self._copy:
             self._rest()
-            yield from self._do.enqueue(self.encoded, again=True)
+            yield from self._do.enqueue(self.encoded, resend=True)
             return
         self._copy = False  # nor a second time
         lanes: set[tuple[str, str, int]] = set()

@@ -348,7 +348,7 @@ def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
     def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
         return check(inner(rows))
 
-    again = statement.again
+    resend = statement.resend
     return replace(
-        statement, decode=decode, again=None if again is None else lambda: _then(again(), check)
+        statement, decode=decode, resend=None if resend is None else lambda: _then(resend(), check)
     )
