@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from howdah.database.async_store import AsyncStore
 from howdah.database.backend import AsyncBackend
-from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
+from howdah.database.retry_loop import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.encoding import payload
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
 from howdah.protocol.operations import Operations

@@ -99,6 +99,15 @@ class Statements:
         self.schema = schema
         self._s = quote_schema(schema)
 
+    def has_schema(self) -> Statement[bool]:
+        """Whether the schema's tables exist."""
+        return Statement(
+            "has_schema",
+            "SELECT to_regclass($1::text) IS NOT NULL",
+            (f"{self._s}.migrations",),
+            first_value,
+        )
+
     def enqueue_jobs(
         self, jobs: str, idempotency_ttl: timedelta, *, resend: bool = False
     ) -> Statement[list[Handle]]:
