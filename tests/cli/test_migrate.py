@@ -443,7 +443,7 @@ def test_too_new_a_schema_is_refused(database: str) -> None:
         result = run("--database", database, *options)
         assert (result.exit_code, result.stderr) == (
             1,
-            'Error: schema "howdah" is at version 900, and this Howdah knows versions up to '
+            'Error: schema "howdah" is at version 900, and this Howdah supports versions up to '
             f"{LATEST}. Upgrade the howdah package in this environment.\n",
         )
 

@@ -88,7 +88,7 @@ def test_waiting_too_long_is_code_1(run_on_shop: Run, shop: Shop) -> None:
     result = run_on_shop("wait", shop.pending, "--timeout", "200ms")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
-        f"Error: job {shop.pending} did not end within 0.2 seconds; it goes on.\n"
+        f"Error: job {shop.pending} did not end within 0.2 seconds; it continues.\n"
     )
 
 

@@ -152,7 +152,7 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watch, "POLL", 3600.0)
-    monkeypatch.setattr(listener, "PING_PERIOD", 3600.0)  # it must notice by itself
+    monkeypatch.setattr(listener, "PING_SECONDS", 3600.0)  # it must notice by itself
     handle = await stepping.aenqueue()
     following = asyncio.create_task(follow(handle))
     await eventually(gate.began.is_set)
@@ -213,7 +213,7 @@ async def test_a_result_that_does_not_come_in_time_leaves_the_job_alone(
 ) -> None:
     handle = await stepping.aenqueue()
     await eventually(gate.began.is_set)
-    with pytest.raises(ResultTimeout, match=r"did not end within 0\.2 seconds; it goes on"):
+    with pytest.raises(ResultTimeout, match=r"did not end within 0\.2 seconds; it continues"):
         await handle.aresult(0.2)
     with pytest.raises(TimeoutError):
         await asyncio.to_thread(handle.result, 0.2)

@@ -517,7 +517,7 @@ def add_future_version(conn: Connection, oldest_code: int) -> None:
 def test_a_schema_that_is_too_new_is_refused(empty_database: str, conn: Connection) -> None:
     add_future_version(conn, oldest_code=999)
     sentence = (
-        'schema "howdah" is at version 999, and this Howdah knows versions up to '
+        'schema "howdah" is at version 999, and this Howdah supports versions up to '
         f"{latest_version()}. Upgrade the howdah package in this environment."
     )
     before = catalog(conn)
@@ -563,7 +563,7 @@ def test_without_permission_to_create_a_missing_schema_is_an_error(
         JobQueue(empty_database, create=False).pending()
     assert str(caught.value) == (
         'schema "howdah" has no Howdah tables. Run `howdah migrate`, '
-        "or leave out create=False to have them created on first use."
+        "or omit create=False to create them on first use."
     )
     assert value(conn, "SELECT to_regnamespace('howdah')") is None
 

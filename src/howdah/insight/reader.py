@@ -31,4 +31,4 @@ class QueueReader:
         self._s = quote_schema(schema)
 
     def _fetch(self, text: str, *parameters: Any, decode: Callable[[Rows], T]) -> T:
-        return self._run(Statement(text.replace("{s}", self._s), parameters, decode))
+        return self._run(Statement("insight", text.replace("{s}", self._s), parameters, decode))

@@ -1,5 +1,5 @@
-"""What a queue does, without doing it: checks the caller's input, keeps the fences of what was claimed,
-and turns each call into a Statement. `JobQueue` and `AsyncJobQueue` only run what this gives them."""
+"""Turns the calls of a queue into statements: checks the caller's input, and remembers the fences of claimed
+jobs. `JobQueue` and `AsyncJobQueue` run the statements. No I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REMEMBERED = 100_000
+_NO_FILTERS = Filters()
+FIND_OPTIONS = tuple(each.name for each in fields(Filters) if each.name != "ids")
+FENCES_LIMIT = 100_000  # fences that a queue remembers
 
 
 class Operations(NewJobs):
-    """The pure half of a queue."""
+    """The operations of a queue, without I/O."""
 
     def __init__(
         self,
@@ -53,13 +55,13 @@ class Operations(NewJobs):
         )
         self.lease = validation.to_lease(lease)
         if worker_id is not None:
-            validation.option(validation.check_name, worker_id, "worker_id", 100)
+            validation.check_option(validation.check_name, worker_id, "worker_id", 100)
         self._worker_id = worker_id
         self._fences: OrderedDict[UUID, UUID] = OrderedDict()
 
     @property
     def worker_id(self) -> str:
-        """The name under which this process claims; a forked child has its own."""
+        """The name under which this process claims. A forked child has another one."""
         return self._worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}"
 
     # ── claiming and acknowledging ────────────────────────────────────────────────────────────────
@@ -74,7 +76,7 @@ class Operations(NewJobs):
         started: bool = False,
     ) -> Statement[list[Job]]:
         """Claim jobs and remember their fences."""
-        validation.option(validation.check_integer, batch_size, "batch_size", 1, 10_000)
+        validation.check_option(validation.check_integer, batch_size, "batch_size", 1, 10_000)
         statement = self.statements.claim_job_batch(
             self.worker_id,
             None if job_types is None else _texts(job_types, "job_types"),
@@ -87,7 +89,7 @@ class Operations(NewJobs):
 
     def _remember(self, jobs: list[Job]) -> list[Job]:
         self._fences.update((job.id, job.lease_id) for job in jobs if job.lease_id is not None)
-        while len(self._fences) > REMEMBERED:
+        while len(self._fences) > FENCES_LIMIT:
             self._fences.popitem(last=False)
         return jobs
 
@@ -103,29 +105,29 @@ class Operations(NewJobs):
         return job_id, fence
 
     def _fenced(self, refs: JobRef | Iterable[JobRef]) -> tuple[list[UUID], list[UUID]]:
-        pairs = [self._fence(ref) for ref in _many(refs)]
+        pairs = [self._fence(ref) for ref in to_refs(refs)]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     def _acknowledged(
         self, ids: list[UUID], fences: list[UUID], *, forget: bool
     ) -> Callable[[list[UUID]], None]:
-        """Tells the caller of every id that was refused. Forgets fences that are of no more use."""
+        """A check that raises `LeaseLost` with every rejected id, and forgets fences that are used up."""
 
         def check(accepted: list[UUID]) -> None:
-            refused = set(ids).difference(accepted)
+            rejected = set(ids).difference(accepted)
             for job_id, fence in zip(ids, fences, strict=True):
-                # This queue may have claimed the job anew: then the newer fence stays.
-                if (forget or job_id in refused) and self._fences.get(job_id) == fence:
+                # If this queue has claimed the job again, the newer fence stays.
+                if (forget or job_id in rejected) and self._fences.get(job_id) == fence:
                     self._fences.pop(job_id, None)
-            if refused:
-                raise LeaseLost(sorted(refused))
+            if rejected:
+                raise LeaseLost(sorted(rejected))
 
         return check
 
-    # `joined`: the caller's transaction may yet roll back, and then the fences are needed again.
+    # `on_caller_connection`: the fences are kept, because the caller's transaction may still roll back.
 
     def complete(
-        self, jobs: JobRef | Iterable[JobRef], result: Any, *, joined: bool = False
+        self, jobs: JobRef | Iterable[JobRef], result: Any, *, on_caller_connection: bool = False
     ) -> Statement[None]:
         """Complete one job with its result, or several with a list of results (or none)."""
         ids, fences = self._fenced(jobs)
@@ -133,7 +135,7 @@ class Operations(NewJobs):
         statement = self.statements.complete_jobs(
             ids, fences, [None if each is None else payload.clean_json(each) for each in results]
         )
-        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
 
     def fail(
         self,
@@ -143,33 +145,37 @@ class Operations(NewJobs):
         run_at: datetime | None,
         delay: Seconds | None,
         *,
-        joined: bool = False,
+        on_caller_connection: bool = False,
     ) -> Statement[None]:
-        """Fail jobs, to be tried again at once, at `run_at`, after `delay`, or not at all."""
+        """Fail jobs, to be retried at once, at `run_at`, after `delay`, or not at all."""
         if run_at is not None and delay is not None:
             raise InvalidOption("run_at and delay exclude each other; give one of them.")
         if not retry and (run_at is not None or delay is not None):
             raise InvalidOption("retry=False and a time to retry at exclude each other.")
         if run_at is not None:
-            run_at = validation.option(validation.check_time, run_at, "run_at")
-        pause = None
+            run_at = validation.check_option(validation.check_time, run_at, "run_at")
+        retry_in = None
         if retry and run_at is None:
-            pause = validation.to_timedelta(0 if delay is None else delay, "delay")
+            retry_in = validation.to_timedelta(0 if delay is None else delay, "delay")
         ids, fences = self._fenced(jobs)
         n = len(ids)
         statement = self.statements.fail_jobs(
-            ids, fences, [payload.describe_error(reason)] * n, [run_at] * n, [pause] * n
+            ids, fences, [payload.format_error(reason)] * n, [run_at] * n, [retry_in] * n
         )
-        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
 
     def release(
-        self, jobs: JobRef | Iterable[JobRef], delay: Seconds | None, *, joined: bool = False
+        self,
+        jobs: JobRef | Iterable[JobRef],
+        delay: Seconds | None,
+        *,
+        on_caller_connection: bool = False,
     ) -> Statement[None]:
-        """Give jobs back; the attempt does not count."""
+        """Release jobs: the attempt does not count."""
         ids, fences = self._fenced(jobs)
-        pause = validation.to_timedelta(0 if delay is None else delay, "delay")
-        statement = self.statements.release_jobs(ids, fences, pause)
-        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+        due_in = validation.to_timedelta(0 if delay is None else delay, "delay")
+        statement = self.statements.release_jobs(ids, fences, due_in)
+        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
 
     def extend(self, jobs: JobRef | Iterable[JobRef], lease: Seconds | None) -> Statement[None]:
         """Extend leases to `lease` from now."""
@@ -181,7 +187,7 @@ class Operations(NewJobs):
     def progress(
         self, jobs: JobRef | Iterable[JobRef], percent: float | None, stage: str | None
     ) -> Statement[None]:
-        """Report how far jobs are."""
+        """Report the progress of jobs."""
         ids, fences = self._fenced(jobs)
         n = len(ids)
         if stage is not None:
@@ -203,24 +209,24 @@ class Operations(NewJobs):
         )
         return _then(statement, self._acknowledged(ids, fences, forget=False))
 
-    # ── looking and operating ─────────────────────────────────────────────────────────────────────
+    # ── reading and operating ─────────────────────────────────────────────────────────────────────
 
     def recover_stale_jobs(self, timeout: Seconds | None, limit: int) -> Statement[int]:
-        """Return jobs of vanished workers to the queue."""
+        """Return stale jobs to the queue."""
         interval = None if timeout is None else validation.to_timedelta(timeout, "timeout")
-        validation.option(validation.check_integer, limit, "limit", 1, 2**31 - 1)
+        validation.check_option(validation.check_integer, limit, "limit", 1, 2**31 - 1)
         return self.statements.recover_stale_jobs(interval, limit)
 
     def cancel(self, jobs: JobRef | Iterable[JobRef]) -> Statement[dict[UUID, str]]:
         """Cancel jobs."""
-        return self.statements.cancel_jobs([to_id(ref) for ref in _many(jobs)])
+        return self.statements.cancel_jobs([to_id(ref) for ref in to_refs(jobs)])
 
     def retry(self, jobs: JobRef | Iterable[JobRef]) -> Statement[list[UUID]]:
         """Reopen finished jobs."""
-        return self.statements.retry_jobs([to_id(ref) for ref in _many(jobs)])
+        return self.statements.retry_jobs([to_id(ref) for ref in to_refs(jobs)])
 
     def pending(self, queue: str | None, job_type: str | None) -> Statement[int]:
-        """Count waiting jobs."""
+        """Count pending jobs."""
         return self.statements.pending_count(*_names(queue=queue, job_type=job_type))
 
     def counts(self, queue: str | None, job_type: str | None) -> Statement[dict[Status, int]]:
@@ -228,7 +234,7 @@ class Operations(NewJobs):
         return self.statements.counts(*_names(queue=queue, job_type=job_type))
 
     def get(self, job: JobRef) -> Statement[Job]:
-        """One job as it is now."""
+        """One job in its current state."""
         job_id = to_id(job)
 
         def found(job: Job | None) -> Job:
@@ -240,7 +246,7 @@ class Operations(NewJobs):
 
     def events(self, job: JobRef, after: int) -> Statement[list[Event]]:
         """A job's events."""
-        validation.option(validation.check_integer, after, "after", 0, 2**63 - 1)
+        validation.check_option(validation.check_integer, after, "after", 0, 2**63 - 1)
         return self.statements.events(to_id(job), after)
 
     def find(
@@ -252,17 +258,18 @@ class Operations(NewJobs):
         **options: Any,
     ) -> Statement[list[Job]]:
         """Jobs that match, newest first."""
-        known = ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data")
         for name in unknown:
-            raise InvalidOption.unknown(name, (*known, "limit", "before"), "filter")
-        validation.option(validation.check_integer, limit, "limit", 1, 10_000)
-        for name in ("status", "job_type", "queue"):
-            options[name] = () if options[name] is None else _texts(options[name], name)
+            raise InvalidOption.unknown(name, (*FIND_OPTIONS, "limit"), "filter")
+        validation.check_option(validation.check_integer, limit, "limit", 1, 10_000)
+        for name, value in options.items():
+            if getattr(_NO_FILTERS, name) == ():
+                options[name] = () if value is None else _texts(value, name)
+            else:
+                _names(**{name: value})
+        options["status"] = [str(status) for status in options["status"]]
         for status in options["status"]:
             if status not in set(Status):
                 raise InvalidOption.unknown(status, Status, "status")
-        for name in ("request_id", "ordering_key", "worker_id"):
-            _names(**{name: options[name]})
         filters = Filters(
             data=None if data is None else _contained(data),
             before=None if before is None else to_id(before),
@@ -284,7 +291,7 @@ class Operations(NewJobs):
 
 
 def to_id(ref: JobRef) -> UUID:
-    """The id behind a job, a handle, an id or its text."""
+    """The id of a job, a handle, a claim, an id or the text of one."""
     if isinstance(ref, UUID):
         return ref
     if isinstance(ref, Job | Handle | Claim):
@@ -296,24 +303,25 @@ def to_id(ref: JobRef) -> UUID:
 
 
 def _names(**names: str | None) -> list[str | None]:
-    """Texts to look for, checked: each may be left out, none may be what cannot be stored."""
+    """Check texts to search for. Each may be None."""
     for name, text in names.items():
         if text is not None:
-            validation.option(validation.check_name, text, name, payload.KEY_LIMIT)
+            validation.check_option(validation.check_name, text, name, payload.KEY_LIMIT)
     return list(names.values())
 
 
 def _contained(data: Mapping[str, Any]) -> str:
-    raw = validation.option(payload.encode_data, data)
+    raw = validation.check_option(payload.encode_data, data)
     return bytes(memoryview(raw)).decode()
 
 
 def _unfenced(job: Job) -> Job:
-    # The fence belongs to whoever claimed the job; looking at it is no right to acknowledge it.
+    # The fence belongs to the claim; reading a job does not permit to acknowledge it.
     return job if job.lease_id is None else msgspec.structs.replace(job, lease_id=None)
 
 
-def _many(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
+def to_refs(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
+    """One reference or several, as a list."""
     if isinstance(refs, Job | Handle | Claim | UUID | str):
         return [refs]
     if not isinstance(refs, Iterable):
@@ -335,7 +343,7 @@ def _texts(value: str | Sequence[str], name: str) -> list[str]:
     if not isinstance(value, Iterable):
         raise InvalidOption(f"{name} must be a string or a list of them, not {value!r:.80}.")
     texts = [value] if isinstance(value, str) else list(value)
-    return [validation.option(validation.check_name, text, name) for text in texts]
+    return [validation.check_option(validation.check_name, text, name) for text in texts]
 
 
 def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:
@@ -343,12 +351,12 @@ def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:
 
 
 def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
-    """The statement with one more step behind its decoding."""
+    """The statement with one more step after its decoding."""
 
     def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
         return check(inner(rows))
 
-    again = statement.again
+    resend = statement.resend
     return replace(
-        statement, decode=decode, again=None if again is None else lambda: _then(again(), check)
+        statement, decode=decode, resend=None if resend is None else lambda: _then(resend(), check)
     )

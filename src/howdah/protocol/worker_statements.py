@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import msgspec
 
+from howdah.protocol.columns import ids_of, nothing, select_list
 from howdah.protocol.statements import Statement, Statements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime, timedelta
-    from uuid import UUID
-
-    from howdah.protocol.statements import Rows
-
-
-def _ids(rows: Rows) -> list[UUID]:
-    return [row[0] for row in rows]
-
-
-def _nothing(rows: Rows) -> None:
-    return None
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """A job as a worker needs it: narrower than `Job`, and its data still text."""
+    """The columns of a job that a worker needs. The data are still text."""
 
     id: UUID
     lease_id: UUID
@@ -42,8 +33,13 @@ class Claimed(msgspec.Struct, frozen=True):
     """Seconds from due to claimed, by the database's clock."""
 
 
+_CLAIMED_COLUMNS = select_list(
+    Claimed, data="data::text", waited="extract(epoch FROM claimed_at - run_at)::float8"
+)
+
+
 class WorkerStatements(Statements):
-    """The operations on one schema, those of workers included."""
+    """The operations on one schema, including those of workers."""
 
     def claim(
         self,
@@ -54,13 +50,11 @@ class WorkerStatements(Statements):
         queues: Sequence[str],
         ignore_heads: bool,
     ) -> Statement[list[Claimed]]:
-        """`claim_job_batch`, narrow, and without waiting for the disk: a claim that a crash of the server
-        undoes never was, and its fence is refused. Every other statement commits durably."""
+        """`claim_job_batch` with fewer columns and an asynchronous commit: if a crash of the server loses
+        the claim, its fence is rejected. Every other statement commits durably."""
         return Statement(
-            "SELECT id, lease_id, job_type, queue, data::text, attempts, max_attempts, claims, "
-            "request_id, traceparent, idempotency_key, "
-            "extract(epoch FROM claimed_at - run_at)::float8 "
-            "FROM set_config('synchronous_commit', 'off', true), "
+            "claim_job_batch",
+            f"SELECT {_CLAIMED_COLUMNS} FROM set_config('synchronous_commit', 'off', true), "
             f"{self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
             "false, $6::boolean)",
             (worker_id, list(job_types), batch_size, lease, list(queues), ignore_heads),
@@ -70,8 +64,9 @@ class WorkerStatements(Statements):
     def next_due_at(
         self, job_types: Sequence[str], queues: Sequence[str]
     ) -> Statement[tuple[datetime | None, datetime]]:
-        """When the first job that is not yet due will be, and what time it is there."""
+        """When the next scheduled job will be due, and the current time of the database."""
         return Statement(
+            "next_due_at",
             f"SELECT {self._s}.next_due_at($1::text[], $2::text[]), clock_timestamp()",
             (list(job_types), list(queues)),
             lambda rows: (rows[0][0], rows[0][1]),
@@ -87,47 +82,58 @@ class WorkerStatements(Statements):
         priorities: Sequence[int],
         info: str,
     ) -> Statement[None]:
-        """Announce a worker and make the lanes of its tasks."""
+        """Register a worker and create the lanes of its tasks."""
         return Statement(
+            "register_worker",
             f"SELECT {self._s}.register_worker($1::text, $2::text, $3::int, $4::text[], $5::text[], "
             "$6::int[], $7::jsonb)",
             (worker_id, host, pid, list(queues), list(job_types), list(priorities), info),
-            _nothing,
+            nothing,
         )
 
     def touch_worker(self, worker_id: str, idle: bool | None, info: str | None) -> Statement[None]:
-        """Say that a worker lives, and whether it is idle."""
+        """Record that a worker is alive, and whether it is idle."""
         return Statement(
+            "touch_worker",
             f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb)",
             (worker_id, idle, info),
-            _nothing,
+            nothing,
         )
 
     def beat_worker(self, worker_id: str, info: str, counts: str | None) -> Statement[None]:
-        """Say that a worker lives and what it has done."""
+        """Record that a worker is alive, and its throughput."""
         return Statement(
+            "beat_worker",
             f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb)",
             (worker_id, info, counts),
-            _nothing,
+            nothing,
         )
 
     def remove_worker(self, worker_id: str) -> Statement[None]:
-        """Say that a worker is gone."""
-        return Statement(f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), _nothing)
+        """Remove a worker that has stopped."""
+        return Statement(
+            "remove_worker", f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), nothing
+        )
 
     def stop_jobs(
         self, ids: Sequence[UUID], lease_ids: Sequence[UUID], reasons: Sequence[str]
     ) -> Statement[list[UUID]]:
         """End claimed jobs as cancelled."""
         return Statement(
+            "stop_jobs",
             f"SELECT * FROM {self._s}.stop_jobs($1::uuid[], $2::uuid[], $3::text[])",
             (list(ids), list(lease_ids), list(reasons)),
-            _ids,
+            ids_of,
         )
 
     def takeover_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Take claimed jobs away from their workers."""
-        return Statement(f"SELECT * FROM {self._s}.takeover_jobs($1::uuid[])", (list(ids),), _ids)
+        return Statement(
+            "takeover_jobs",
+            f"SELECT * FROM {self._s}.takeover_jobs($1::uuid[])",
+            (list(ids),),
+            ids_of,
+        )
 
     def enqueue_and_claim(
         self,
@@ -137,8 +143,9 @@ class WorkerStatements(Statements):
         idempotency_ttl: timedelta,
         lease_id: UUID,
     ) -> Statement[tuple[UUID, UUID | None]]:
-        """Enqueue one job and claim it: (id, fence), with no fence if the key was taken."""
+        """Enqueue one job and claim it: (id, fence). The fence is None if the idempotency key is taken."""
         return Statement(
+            "enqueue_and_claim",
             f"SELECT id, lease_id FROM {self._s}.enqueue_and_claim($1::text::jsonb, $2::text, "
             "$3::interval, $4::interval, $5::uuid)",
             (job, worker_id, lease, idempotency_ttl, lease_id),
@@ -152,24 +159,29 @@ class WorkerStatements(Statements):
         kinds: Sequence[str],
         datas: Sequence[str],
     ) -> Statement[list[UUID]]:
-        """Append events to jobs that their handlers have completed themselves."""
+        """Append events to jobs that were completed by their handlers."""
         return Statement(
+            "add_late_events",
             f"SELECT * FROM {self._s}.add_late_events($1::uuid[], $2::uuid[], $3::text[], "
             "$4::text[]::jsonb[])",
             (list(ids), list(lease_ids), list(kinds), list(datas)),
-            _ids,
+            ids_of,
         )
 
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
-        """Ask to be told of changes to jobs."""
+        """Subscribe to notifications about changes of jobs, for `duration`."""
         return Statement(
+            "watch_jobs",
             f"SELECT {self._s}.watch_jobs($1::text, $2::uuid[], $3::interval)",
             (watcher, list(ids), duration),
-            _nothing,
+            nothing,
         )
 
     def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
-        """Stop being told."""
+        """Unsubscribe from these notifications."""
         return Statement(
-            f"SELECT {self._s}.unwatch_jobs($1::text, $2::uuid[])", (watcher, list(ids)), _nothing
+            "unwatch_jobs",
+            f"SELECT {self._s}.unwatch_jobs($1::text, $2::uuid[])",
+            (watcher, list(ids)),
+            nothing,
         )

@@ -43,11 +43,11 @@ class ReadOnlyStatements(WorkerStatements):
 
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
         """Do nothing."""
-        return Statement("SELECT 1", (), lambda rows: None)
+        return Statement("watch_jobs", "SELECT 1", (), lambda rows: None)
 
     def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
         """Do nothing."""
-        return Statement("SELECT 1", (), lambda rows: None)
+        return Statement("unwatch_jobs", "SELECT 1", (), lambda rows: None)
 
 
 def follow(
