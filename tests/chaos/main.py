@@ -67,7 +67,7 @@ class HarmfulHandlers(Calm):
     """Handlers that harm their worker."""
 
     name = "misfits"
-    about = "handlers that crash, kill, stall, fork, eat up memory, ignore cancellation; poison"
+    about = "handlers that crash, kill their worker, stall, fork, exhaust memory or ignore cancellation; poison payloads"
     min_seconds = 15.0
 
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:

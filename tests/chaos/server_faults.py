@@ -61,7 +61,7 @@ class KillBackends(Scenario):
     """kill -9 of single backends; the server then restarts all backends."""
 
     name = "kill backends"
-    about = "kill -9 of single backends, on which PostgreSQL starts anew"
+    about = "kill -9 of single backends, after which PostgreSQL restarts"
     first_seconds = 2.0
     every_seconds = 6.0
 

@@ -32,7 +32,7 @@ class Calm(Scenario):
     """The load without faults."""
 
     name = "calm"
-    about = "no fault at all: what the load does by itself"
+    about = "no fault: only the load"
 
 
 def signal_busy_worker(
@@ -158,7 +158,7 @@ class RollingRestarts(Scenario):
     """SIGTERM of one worker after the other, as in a deployment."""
 
     name = "rolling restarts"
-    about = "SIGTERM of one worker after the other"
+    about = "SIGTERM of one worker after another (rolling restart)"
     every_seconds = 3.0
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
@@ -172,7 +172,7 @@ class KillProducers(Scenario):
     """kill -9 of producers during an enqueue."""
 
     name = "kill producers"
-    about = "kill -9 of producers in the middle of an enqueue, or of a transaction"
+    about = "kill -9 of producers during an enqueue or a transaction"
     first_seconds = 2.0
     every_seconds = 4.0
 
@@ -214,7 +214,7 @@ class Mixed(Scenario):
     def __init__(self, parts: Sequence[Scenario], name: str = "mixed") -> None:
         self.parts = parts
         self.name = name
-        self.about = "at once: " + ", ".join(part.name for part in parts)
+        self.about = "combined: " + ", ".join(part.name for part in parts)
         self.workers = max(part.workers for part in parts)
         self.environment = {k: v for part in parts for k, v in part.environment.items()}
 

@@ -78,7 +78,7 @@ class FailOverWithLoss(FailOver):
     these jobs; the disk of the crashed primary shows which they are."""
 
     name = "fail over with loss"
-    about = "the same with an asynchronous standby that is behind; the loss is reported by id"
+    about = "the same with an asynchronous standby that lags behind; lost jobs are reported by id"
     synchronous = False
     lost: frozenset[str] = frozenset()
     """Jobs on the crashed primary that the promoted standby does not have."""
@@ -126,7 +126,7 @@ class DiskFull(Scenario):
     """The disk becomes full, and has free space again after a while."""
 
     name = "disk full"
-    about = "no room for data, then room again"
+    about = "disk full for data, then space freed"
     min_seconds = 16.0
     first_seconds = 3.0
     every_seconds = 12.0
@@ -177,7 +177,7 @@ class WalFull(DiskFull):
     """No free space for the WAL: the server panics, and restarts when there is space."""
 
     name = "WAL full"
-    about = "no room for the WAL: the server panics; then room again"
+    about = "disk full for the WAL: the server panics; then space freed"
     part = "wal"
     scope = "server"
 
@@ -218,7 +218,7 @@ class Neighbours(Scenario):
     """Other sessions in the same database."""
 
     name = "neighbours"
-    about = "a held transaction, a DDL lock, REINDEX, no connection left"
+    about = "a long-running transaction, a DDL lock, REINDEX, connections exhausted"
     min_seconds = 28.0
     first_seconds = 2.0
     every_seconds = 5.0

@@ -1,10 +1,10 @@
 # ruff: noqa: T201, S603
-"""A few seconds with Howdah: enqueue jobs, run a worker, and look at them with SQL.
+"""A short demo of Howdah: enqueue jobs, run a worker, and query the jobs with SQL.
 
     python quick_demo.py [--seconds 20]
 
 Uses the database that Howdah finds (DATABASE_URL, or the embedded server of this directory). The jobs
-are in a queue of their own, `skill-demo`, so nobody else's are touched.
+are in a separate queue, `skill-demo`, so other jobs are not touched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ app = App(keep=3600)
 
 @app.task(name="demo-report", queue=QUEUE)
 def report(ctx: Context, pages: int) -> str:
-    """A job that says how far it is."""
+    """A job that reports progress."""
     for page in range(pages):
         ctx.progress(100 * page / pages, stage=f"page {page + 1} of {pages}")
         time.sleep(0.05)
@@ -39,15 +39,15 @@ def report(ctx: Context, pages: int) -> str:
 
 @app.task(name="demo-call", queue=QUEUE, retry=Retry.fixed(0.5))
 def call(ctx: Context) -> str:
-    """A job whose service refuses the first call."""
+    """A job whose first attempt fails."""
     if ctx.attempt == 1:
         raise ConnectionError("503 Service Unavailable")
     return "answered at the second try"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Enqueue, run a worker, look.")
-    parser.add_argument("--seconds", type=float, default=20, help="how long to wait at most")
+    parser = argparse.ArgumentParser(description="Enqueue jobs, run a worker, show the results.")
+    parser.add_argument("--seconds", type=float, default=20, help="maximum time to wait")
     seconds = parser.parse_args().seconds
     run_id = f"demo-{time.time_ns()}"
     handles = [
@@ -63,14 +63,14 @@ def main() -> int:
     finally:
         worker.terminate()
         worker.wait()
-    print(f"They ended: {results}\n\n{QUERY % repr(run_id)};\n")
+    print(f"Results: {results}\n\n{QUERY % repr(run_id)};\n")
     show(run_id)
     app.close()
     return 0
 
 
 def start_worker() -> subprocess.Popen[bytes]:
-    """`howdah worker quick_demo:app`, in this directory and with this file on the path."""
+    """Start `howdah worker quick_demo:app` in the current directory, with this file on the path."""
     here = str(Path(__file__).resolve().parent)
     path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "howdah", "worker", "quick_demo:app", "--log-level", "error"]
@@ -79,7 +79,7 @@ def start_worker() -> subprocess.Popen[bytes]:
 
 
 def show(run_id: str) -> None:
-    """The jobs, as SQL sees them."""
+    """Query the jobs with SQL and print them as a table."""
     import psycopg
 
     from howdah.embedded import resolve_url

