@@ -13,7 +13,7 @@ from bench.ledger import Ledger
 from bench.results import Results, percentile
 from bench.services import Postgres
 
-from bench import auto_tuning, bars, peers, pgbench, plan, plots, report, workloads
+from bench import auto_tuning, goals, peers, pgbench, plan, plots, report, workloads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +115,7 @@ def test_the_report_names_missed_goals_and_draws_what_it_says(
     reasons.write_text(
         '[drain-celery]\nwhy = "It was too slow."\n[drain-bare]\nwhy = "Never told."\n'
     )
-    monkeypatch.setattr(bars, "REASONS", reasons)
+    monkeypatch.setattr(goals, "REASONS", reasons)
     report.write(_results(tmp_path))
     page = (tmp_path / "benchmarks.md").read_text()
     assert (
@@ -130,16 +130,16 @@ def test_the_report_names_missed_goals_and_draws_what_it_says(
     assert ">40.00</text>" in (tmp_path / "plots" / "drain-async.svg").read_text()
 
 
-def test_bars_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
+def test_goals_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     for number, (full, base) in enumerate([(3.0, 2.0), (4.0, 1.0), (2.0, 2.0)], 1):
         results.record("growth-full", "howdah", number, {"claim_p99_ms": full})
         results.record("growth-full-base", "howdah", number, {"claim_p99_ms": base})
     results.record("growth-idle-100", "howdah", 1, {"server_core_percent": 4.96})
-    told = {bar.key: bars.measured(results, bar)[0] for bar in bars.BARS}
+    told = {goal.key: goals.measured(results, goal)[0] for goal in goals.GOALS}
     assert (claims := told["growth-claims"]) is not None
     assert (claims.median, claims.low, claims.high) == (1.5, 1.0, 4.0)
-    page = bars.chapter(results)
+    page = goals.chapter(results)
     assert "compared with 10k pending | <= 2 × | 1.50 × [1.00 … 4.00] | reached |" in page
     assert "| 100 idle workers, server CPU | < 5 % of a core | 5.0 % of a core | reached |" in page
 
@@ -159,9 +159,9 @@ def test_the_best_peer_is_neither_howdah_nor_a_ceiling(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     for peer, p50 in (("howdah", 1.0), ("bare", 0.5), ("saq", 2.0), ("celery", 3.0)):
         results.record("pickup-idle", peer, 1, {"call_p50_ms": p50, "jobs_per_second": p50})
-    assert bars.best_peer(results, "pickup-idle", "call_p50_ms") == "saq"
-    assert bars.best_peer(results, "pickup-idle", "jobs_per_second") == "celery"
-    assert bars.best_peer(results, "enqueue-64", "jobs_per_second") is None
+    assert goals.best_peer(results, "pickup-idle", "call_p50_ms") == "saq"
+    assert goals.best_peer(results, "pickup-idle", "jobs_per_second") == "celery"
+    assert goals.best_peer(results, "enqueue-64", "jobs_per_second") is None
 
 
 def test_a_plot_escapes_the_labels_of_peers() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from python_path import with_python_path
 from server_faults import KillServer
 
 from howdah.chaos import ledger
@@ -166,7 +167,7 @@ BUILDS = [
 @pytest.fixture
 def run_build(database: str) -> Callable[..., tuple[Verdict, History]]:
     def run(build: Build, *, healthy: bool = False) -> tuple[Verdict, History]:
-        supervisor: dict[str, Any] = {"environment": {"PYTHONPATH": str(HERE)}}
+        supervisor: dict[str, Any] = {"environment": {"PYTHONPATH": with_python_path(HERE)}}
         if not healthy and build.worker:
             supervisor["app"] = "broken_app:app"
             supervisor["environment"]["HOWDAH_BROKEN"] = build.worker

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from python_path import with_python_path
+
 HOUR = 3600
 
 
@@ -27,5 +29,5 @@ def off_by(seconds: int) -> dict[str, str]:
         "LD_PRELOAD": str(found),
         "FAKETIME": f"{seconds:+d}",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "PYTHONPATH": str(Path(__file__).parent / "wrong_clock"),
+        "PYTHONPATH": with_python_path(Path(__file__).parent / "wrong_clock"),
     }
