@@ -107,8 +107,8 @@ def test_the_chapter_compares_figures_with_goals(tmp_path: Path) -> None:
             ("1000000", 900.0 * number),
         ):
             for peer, share in (("howdah", 1), ("pgqueuer", 2)):
-                told = {"jobs_per_second": rate / share}
-                results.record(f"growth-held-{state}", peer, number, told)
+                figures = {"jobs_per_second": rate / share}
+                results.record(f"growth-held-{state}", peer, number, figures)
     text = growth_report.chapter(results)
     assert "| 4.00 [3.00 … 5.00] |" in text
     assert "in the same rounds: **2.00 ×** (goal: at most 2)" in text

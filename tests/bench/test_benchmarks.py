@@ -106,14 +106,14 @@ def test_a_percentile_is_a_value_of_the_sample() -> None:
     assert percentile([7.0], 0.99) == 7.0
 
 
-def test_the_report_names_missed_goals_and_draws_what_it_says(
+def test_the_report_lists_missed_goals_and_plots_their_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
     reasons = tmp_path / "reasons.toml"
     reasons.write_text(
-        '[drain-celery]\nwhy = "It was too slow."\n[drain-bare]\nwhy = "Never told."\n'
+        '[drain-celery]\nwhy = "It was too slow."\n[drain-bare]\nwhy = "Not printed."\n'
     )
     monkeypatch.setattr(goals, "REASONS", reasons)
     report.write(_results(tmp_path))
@@ -123,7 +123,7 @@ def test_the_report_names_missed_goals_and_draws_what_it_says(
     )
     assert "the goal is >= 20 ×. Why: It was too slow." in page
     assert "| no-op jobs, compared with the bare loop | >= 0.7 × | – | not measured |" in page
-    assert "Never told" not in page
+    assert "Not printed" not in page
     assert "in 0 of 3 rounds" in page
     assert "| Howdah | 40 [30 … 50] |" in page
     assert "(plots/drain-async.svg)" in page
@@ -136,8 +136,8 @@ def test_goals_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
         results.record("growth-full", "howdah", number, {"claim_p99_ms": full})
         results.record("growth-full-base", "howdah", number, {"claim_p99_ms": base})
     results.record("growth-idle-100", "howdah", 1, {"server_core_percent": 4.96})
-    told = {goal.key: goals.measured(results, goal)[0] for goal in goals.GOALS}
-    assert (claims := told["growth-claims"]) is not None
+    found = {goal.key: goals.measured(results, goal)[0] for goal in goals.GOALS}
+    assert (claims := found["growth-claims"]) is not None
     assert (claims.median, claims.low, claims.high) == (1.5, 1.0, 4.0)
     page = goals.chapter(results)
     assert "compared with 10k pending | <= 2 × | 1.50 × [1.00 … 4.00] | reached |" in page
@@ -206,8 +206,8 @@ def test_a_peer_that_fails_is_left_out_and_reported_and_the_others_are_measured(
     assert is_complete
     rounds = {p: results.by_round("drain-async", p, "jobs_per_second") for p in ("howdah", "saq")}
     assert (list(rounds["howdah"]), list(rounds["saq"])) == ([1, 2, 3], [1])
-    told = report._left_out(Results(tmp_path / "results.json").content)
-    assert told == "\n- Not measured: saq: drain-async: round 2: the server hung up: and more"
+    text = report._left_out(Results(tmp_path / "results.json").content)
+    assert text == "\n- Not measured: saq: drain-async: round 2: the server hung up: and more"
 
 
 def test_a_run_in_which_howdah_fails_is_not_complete(
@@ -221,7 +221,7 @@ def test_a_run_in_which_howdah_fails_is_not_complete(
 def test_after_the_time_limit_each_workload_runs_one_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, _ = _run_plan(tmp_path, monkeypatch, "nobody", minutes=0.0)
+    results, _ = _run_plan(tmp_path, monkeypatch, "none", minutes=0.0)
     assert [r["round"] for r in results.rounds] == [1, 1, 1]
     assert "drain-async, round 3" in results.content["skipped"]
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -16,7 +17,6 @@ from howdah.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from random import Random
 
 SETTINGS = {
@@ -75,8 +75,10 @@ class KillBackends(Scenario):
             if not pids:
                 return
             with run.fault(fault.name, scope="server"):
-                os.kill(pids[fault.detail["backend"] % len(pids)], signal.SIGKILL)
-                time.sleep(0.2)
+                backend = pids[fault.detail["backend"] % len(pids)]
+                os.kill(backend, signal.SIGKILL)
+                # The postmaster restarts the server as soon as it has reaped the backend.
+                run.wait_until(lambda: not Path(f"/proc/{backend}").exists(), UP_TIMEOUT_SECONDS)
                 wait_until_up(run.place.checker)
 
 

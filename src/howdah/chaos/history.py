@@ -11,6 +11,17 @@ if TYPE_CHECKING:
 
     from howdah.chaos.ledger import Line
 
+LEASE_LINES = {
+    "start": "starts",
+    "effect": "effects",
+    "beat": "beats",
+    "ack-invoked": "invoked",
+    "ack-accepted": "accepted",
+    "ack-refused": "refused",
+    "ack-unknown": "unknown",
+}
+"""The list of a `Lease` in which lines of each kind are collected."""
+
 
 class Row(NamedTuple):
     """A job in the database after the run."""
@@ -173,20 +184,9 @@ class History:
                 lease.claim = line
             case "announce":
                 lease.announced = line
-            case "start":
-                lease.starts.append(line)
-            case "effect":
-                lease.effects.append(line)
-            case "beat":
-                lease.beats.append(line)
-            case "ack-invoked":
-                lease.invoked.append(line)
-            case "ack-accepted":
-                lease.accepted.append(line)
-            case "ack-refused":
-                lease.refused.append(line)
-            case "ack-unknown":
-                lease.unknown.append(line)
+            case kind:
+                lines: list[Line] = getattr(lease, LEASE_LINES[kind])
+                lines.append(line)
 
     def _lease(self, job: str, fence: str) -> Lease:
         lease = self._leases.get((job, fence))
