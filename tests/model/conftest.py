@@ -1,4 +1,4 @@
-"""One database and one System for each file here; every test begins with it cleared."""
+"""One database and one System per file; each test starts with an empty queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def model_url(
     server: EmbeddedServer, template: str, request: pytest.FixtureRequest
 ) -> Iterator[str]:
-    """The URL of a database of this file's own."""
+    """The URL of the database of this file."""
     name = "model_" + request.path.stem
     with psycopg.connect(server.url, autocommit=True) as conn:
         conn.execute(f"CREATE DATABASE {name} TEMPLATE {template}".encode())
@@ -37,7 +37,7 @@ def shared_system(model_url: str) -> Iterator[System]:
 
 @pytest.fixture
 def system(shared_system: System) -> System:
-    """A queue with no jobs in it, and with the lane of the commonest."""
+    """An empty queue with the lane of the default job type."""
     shared_system.clear()
     shared_system.enqueue(0, Spec())
     shared_system.complete(0, shared_system.claim(0))
@@ -46,7 +46,7 @@ def system(shared_system: System) -> System:
 
 @pytest.fixture
 def connect_model(model_url: str) -> Iterator[Callable[..., psycopg.Connection]]:
-    """Opens connections that the model knows nothing of."""
+    """Opens connections that the reference does not track."""
     opened: list[psycopg.Connection] = []
 
     def open_one(*, autocommit: bool = True) -> psycopg.Connection:

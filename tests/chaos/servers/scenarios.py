@@ -1,10 +1,10 @@
-"""The scenarios that need servers of their own or programs besides PostgreSQL, as far as those are there."""
+"""The scenarios with their own servers or extra programs, as far as these programs are installed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import clock
+import fake_clock
 import pooler
 import small_disk
 from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
@@ -26,9 +26,9 @@ SCENARIOS: list[Scenario] = [
     Stalls(),
 ]  # fmt: skip
 MISSING: list[str] = []
-"""What is left out, and why."""
+"""Why the other scenarios are left out."""
 
-if (reason := small_disk.why_not()) is None:
+if (reason := small_disk.unavailable_because()) is None:
     SCENARIOS += [DiskFull(), WalFull()]
 else:
     MISSING.append(reason)
@@ -36,7 +36,7 @@ if pooler.PROGRAM is not None:
     SCENARIOS += [Pooled()]
 else:
     MISSING.append(pooler.MISSING)
-if clock.library() is not None:
-    SCENARIOS += [WrongClocks(clock.HOUR), WrongClocks(-clock.HOUR)]
+if fake_clock.library() is not None:
+    SCENARIOS += [WrongClocks(fake_clock.HOUR), WrongClocks(-fake_clock.HOUR)]
 else:
-    MISSING.append(clock.MISSING)
+    MISSING.append(fake_clock.MISSING)
