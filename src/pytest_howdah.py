@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def _howdah_session(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None]]]:
-    from howdah.encoding.database_url import normalise_url
+    from howdah.encoding.database_url import normalize_url
     from howdah.testing.database import session_schema, session_server
 
     def setting(name: str) -> str:
@@ -39,7 +39,7 @@ def _howdah_session(request: pytest.FixtureRequest) -> Iterator[tuple[str, Calla
 
     given = setting("howdah_database_url")
     with contextlib.ExitStack() as session:
-        url = normalise_url(given) if given else session.enter_context(session_server())
+        url = normalize_url(given) if given else session.enter_context(session_server())
         own = session_schema(url, setting("howdah_schema"), drop=bool(given))
         schema = session.enter_context(own)
         yield url, schema.empty

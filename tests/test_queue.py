@@ -35,7 +35,7 @@ from howdah import (
     NotClaimed,
     Status,
 )
-from howdah.protocol.new_jobs import CHUNK
+from howdah.protocol.new_jobs import CHUNK_JOBS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -260,7 +260,7 @@ async def test_what_is_sent_in_bulk_arrives_as_if_it_had_been_sent_alone(
     queue: JobQueue, aqueue: AsyncJobQueue, connect: Callable[[], psycopg.Connection]
 ) -> None:
     alone = [described(queue.get(queue.enqueue_many([job])[0])) for job in AWKWARD_JOBS]
-    fill = [("fill", n) for n in range(CHUNK)]
+    fill = [("fill", n) for n in range(CHUNK_JOBS)]
     for handles in (
         queue.enqueue_many([*AWKWARD_JOBS, *fill]),
         await aqueue.enqueue_many([*AWKWARD_JOBS, *fill]),
@@ -272,7 +272,7 @@ async def test_what_is_sent_in_bulk_arrives_as_if_it_had_been_sent_alone(
     assert [job.data for job in queue.claim("fill", batch_size=3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("others", [1, CHUNK])
+@pytest.mark.parametrize("others", [1, CHUNK_JOBS])
 def test_data_that_are_too_large_for_the_database_are_told_by_their_job(
     database: str, others: int
 ) -> None:
@@ -290,7 +290,7 @@ def test_data_that_are_too_large_for_the_database_are_told_by_their_job(
 async def test_what_copy_cannot_send_goes_in_bulk_all_the_same(
     queue: JobQueue, aqueue: AsyncJobQueue
 ) -> None:
-    fill = [("fill", n) for n in range(CHUNK)]
+    fill = [("fill", n) for n in range(CHUNK_JOBS)]
     late = NewJob(job_type="late", delay=3600)
     first = queue.enqueue_many([*fill, late, NewJob(job_type="once", idempotency_key="k")])
     second = await aqueue.enqueue_many([*fill, late, NewJob(job_type="once", idempotency_key="k")])
@@ -346,12 +346,12 @@ async def test_a_job_found_invalid_after_others_were_sent_takes_them_back(
 
 def test_jobs_in_bulk_are_encoded_while_others_are_sent(queue: JobQueue) -> None:
     bulk = queue._backend.operations.enqueue_many(
-        [("bulk", n) for n in range(10 * CHUNK)], on_caller_connection=False
+        [("bulk", n) for n in range(10 * CHUNK_JOBS)], on_caller_connection=False
     )
     (copy, *_) = itertools.islice(bulk.statements(), 1)
     assert copy.copy is not None
     for sent, _ in enumerate(copy.copy.lines, 1):
-        assert len(bulk.encoded) == sent * CHUNK
+        assert len(bulk.encoded) == sent * CHUNK_JOBS
     assert sent == 10
 
 

@@ -168,7 +168,7 @@ class App:
     def _register(
         self, function: Callable[..., Any], name: str, options: TaskOptions
     ) -> Task[..., Any]:
-        validation.option(validation.check_name, name, "the task's name")
+        validation.check_option(validation.check_name, name, "the task's name")
         known = self.tasks.get(name)
         if known is not None and place_of(known.function) != place_of(function):
             raise DuplicateTask(name, place_of(known.function), place_of(function))

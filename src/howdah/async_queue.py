@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from howdah.database.async_store import AsyncStore
 from howdah.database.backend import AsyncBackend
-from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
+from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.encoding import payload
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
 from howdah.protocol.operations import Operations
@@ -42,8 +42,8 @@ class AsyncJobQueue:
         payload_limit: int = payload.DATA_LIMIT,
         idempotency_ttl: Seconds = timedelta(days=7),
         create: bool = True,
-        timeout: float = TIMEOUT,
-        command_timeout: float = COMMAND_TIMEOUT,
+        timeout: float = TIMEOUT_SECONDS,
+        command_timeout: float = COMMAND_TIMEOUT_SECONDS,
     ) -> None:
         self._operations = Operations(
             schema=schema,

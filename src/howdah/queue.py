@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 from howdah.database.backend import Backend
-from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
+from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.database.store import Store
 from howdah.encoding import payload
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
@@ -47,8 +47,8 @@ class JobQueue:
         payload_limit: int = payload.DATA_LIMIT,
         idempotency_ttl: Seconds = timedelta(days=7),
         create: bool = True,
-        timeout: float = TIMEOUT,
-        command_timeout: float = COMMAND_TIMEOUT,
+        timeout: float = TIMEOUT_SECONDS,
+        command_timeout: float = COMMAND_TIMEOUT_SECONDS,
     ) -> None:
         self._operations = Operations(
             schema=schema,

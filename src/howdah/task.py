@@ -25,7 +25,7 @@ from howdah.encoding.arguments import Arguments, decode_result
 from howdah.errors import InvalidOption, JobCancelled, JobFailed, ResultTimeout
 from howdah.execution.watch import Change, Watcher, background
 from howdah.model import Handle, Job, NewJob, Seconds, Status
-from howdah.protocol.new_jobs import InTurn
+from howdah.protocol.new_jobs import LazyJobs
 
 if TYPE_CHECKING:
     from howdah.app import App
@@ -207,8 +207,8 @@ class Task(Generic[P, R]):
             case _:
                 raise JobFailed(job)
 
-    def _new_jobs(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> InTurn:
-        return InTurn(calls, self._to_job)
+    def _new_jobs(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> LazyJobs:
+        return LazyJobs(calls, self._to_job)
 
     def _to_job(self, call: tuple[Any, ...] | Mapping[str, Any]) -> NewJob:
         if isinstance(call, Mapping):
@@ -251,10 +251,10 @@ def task_options(
         "result_limit": (0, 2**30),
     }
     for option, (low, high) in limits.items():
-        validation.option(validation.check_integer, others[option], option, low, high)
-    validation.option(validation.check_name, others["queue"], "queue")
+        validation.check_option(validation.check_integer, others[option], option, low, high)
+    validation.check_option(validation.check_name, others["queue"], "queue")
     if memory_limit is not None:
-        validation.option(validation.check_integer, memory_limit, "memory_limit", 1, 2**62)
+        validation.check_option(validation.check_integer, memory_limit, "memory_limit", 1, 2**62)
     if timeout is not None:
         timeout = validation.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
     if keep is not None:

@@ -112,8 +112,8 @@ async def test_a_listener_does_not_take_its_own_echo_for_proof_behind_a_pooler(
 ) -> None:
     """The pooler may give LISTEN and the probing NOTIFY the same session, which then answers itself; what
     others notify of arrives nowhere."""
-    monkeypatch.setattr(listener, "PROBE_PERIOD", 0.05)
-    monkeypatch.setattr(listener, "PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(listener, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(listener, "PROBE_TIMEOUT_SECONDS", 0.2)
     listening = listener.Listener(pooled, "howdah")
     listening.start()
     probes: set[object] = set()

@@ -16,9 +16,9 @@ import pytest
 import emptied
 from howdah import AsyncJobQueue, DatabaseUnreachable, JobQueue
 from howdah.database.async_store import AsyncStore
-from howdah.database.driver_errors import COMMAND_TIMEOUT, TIMEOUT
+from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.database.store import Store
-from howdah.protocol.statements import LONG_TIMEOUT, Statement, Statements
+from howdah.protocol.statements import LONG_TIMEOUT_SECONDS, Statement, Statements
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -56,9 +56,9 @@ async def afar(url: str, queue: JobQueue) -> AsyncIterator[AsyncJobQueue]:
 
 
 def test_a_connection_is_waited_for_less_long_than_an_answer() -> None:
-    assert TIMEOUT < COMMAND_TIMEOUT < LONG_TIMEOUT
-    assert JobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT
-    assert AsyncJobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT
+    assert TIMEOUT_SECONDS < COMMAND_TIMEOUT_SECONDS < LONG_TIMEOUT_SECONDS
+    assert JobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT_SECONDS
+    assert AsyncJobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT_SECONDS
 
 
 # ── nobody waits for ever, and nothing is done twice ──────────────────────────────────────────────
@@ -212,7 +212,9 @@ async def test_an_asyncpg_pool_of_the_callers_that_is_silent_from_the_first_look
 
 
 async def test_a_statement_with_more_time_than_others_is_not_cut_short(database: str) -> None:
-    sleep = Statement("SELECT pg_sleep(0.6)::text, 7", (), lambda rows: rows[0][1], timeout=60.0)
+    sleep = Statement(
+        "test", "SELECT pg_sleep(0.6)::text, 7", (), lambda rows: rows[0][1], timeout=60.0
+    )
     store = Store(database, "howdah", timeout=0.2, command_timeout=0.2)
     assert await asyncio.to_thread(store.run, sleep) == 7
     store.close()
@@ -222,7 +224,7 @@ async def test_a_statement_with_more_time_than_others_is_not_cut_short(database:
 
 
 async def test_statements_in_one_transaction_have_their_time_each(database: str) -> None:
-    sleep = Statement("SELECT pg_sleep(0.3)::text, 7", (), lambda rows: rows[0][1])
+    sleep = Statement("test", "SELECT pg_sleep(0.3)::text, 7", (), lambda rows: rows[0][1])
     store = Store(database, "howdah", timeout=0.2, command_timeout=0.9)
     assert await asyncio.to_thread(store.run_all, [sleep] * 4) == [7] * 4
     store.close()
@@ -233,11 +235,11 @@ async def test_statements_in_one_transaction_have_their_time_each(database: str)
 
 def test_clearing_the_history_has_more_time_than_others() -> None:
     statements = Statements("howdah")
-    assert statements.clear_finished(timedelta(0), ["failed"]).timeout == LONG_TIMEOUT
+    assert statements.clear_finished(timedelta(0), ["failed"]).timeout == LONG_TIMEOUT_SECONDS
 
 
 async def test_a_statement_that_never_ends_is_told_of_in_words(url: str) -> None:
-    for_ever = Statement("SELECT pg_sleep(3600)::text", (), len)
+    for_ever = Statement("test", "SELECT pg_sleep(3600)::text", (), len)
     said = r'^cannot reach database "\w+" at 127\.0\.0\.1:\d+: no answer within 0\.8 s\. Check '
     store, astore = Store(url, "howdah", **SHORT), AsyncStore(url, "howdah", **SHORT)
     with pytest.raises(DatabaseUnreachable, match=said):

@@ -32,7 +32,7 @@ from howdah import (
 )
 from howdah.database import async_store
 from howdah.database.async_store import AT_HAND, AsyncStore
-from howdah.database.driver_errors import POOL_SIZE, TIMEOUT
+from howdah.database.driver_errors import POOL_CONNECTIONS, TIMEOUT_SECONDS
 from howdah.database.store import Store, _stores
 from howdah.embedded import EmbeddedServer
 from howdah.protocol.statements import Statement
@@ -307,14 +307,14 @@ def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: Embed
             DatabaseUnreachable, match=r"^cannot reach database \"howdah\" at /tmp/"
         ):
             queue.enqueue("a")
-        assert time.monotonic() - began < TIMEOUT
+        assert time.monotonic() - began < TIMEOUT_SECONDS
     finally:
         own_server.start()
         queue.close()
 
 
 async def test_a_statement_that_is_not_answered_in_time_is_given_up(database: str) -> None:
-    sleep = Statement("SELECT pg_sleep(3600)::text", (), len)
+    sleep = Statement("test", "SELECT pg_sleep(3600)::text", (), len)
     store = Store(database, "howdah", timeout=0.2, command_timeout=0.2)
     with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. Check"):
         await asyncio.to_thread(store.run, sleep)
@@ -353,7 +353,7 @@ def test_an_unreachable_database_is_named_without_its_password(
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable) as caught:
         queue.enqueue("a")
-    assert 0.2 < time.monotonic() - began < TIMEOUT
+    assert 0.2 < time.monotonic() - began < TIMEOUT_SECONDS
     assert_unreachable(caught.value, caplog)
     assert SECRET not in repr(queue)
 
@@ -367,7 +367,7 @@ async def test_an_unreachable_database_is_named_without_its_password_when_awaite
     answers = await asyncio.gather(
         *(queue.enqueue("a") for _ in range(8)), queue.pending(), return_exceptions=True
     )
-    assert 0.2 < time.monotonic() - began < TIMEOUT
+    assert 0.2 < time.monotonic() - began < TIMEOUT_SECONDS
     for answer in answers:
         assert isinstance(answer, DatabaseUnreachable)
         assert_unreachable(answer, caplog)
@@ -393,11 +393,11 @@ async def test_a_server_that_takes_connections_and_says_nothing_is_unreachable(s
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match="no answer in time"):
         await AsyncJobQueue(silent, timeout=0.2).pending()
-    assert time.monotonic() - began < TIMEOUT
+    assert time.monotonic() - began < TIMEOUT_SECONDS
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match="connection timeout expired"):
         await asyncio.to_thread(JobQueue(silent, timeout=0.2).pending)
-    assert time.monotonic() - began < TIMEOUT
+    assert time.monotonic() - began < TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -590,8 +590,8 @@ def test_queues_that_are_dropped_leave_nothing_behind() -> None:
 # ── connections at hand ───────────────────────────────────────────────────────────────────────────
 
 
-PID = Statement("SELECT pg_backend_pid()", (), lambda rows: rows[0][0])
-NAP = Statement("SELECT pg_sleep(0.05)", (), lambda _: None)
+PID = Statement("test", "SELECT pg_backend_pid()", (), lambda rows: rows[0][0])
+NAP = Statement("test", "SELECT pg_sleep(0.05)", (), lambda _: None)
 
 
 @pytest.fixture
@@ -607,9 +607,9 @@ async def test_one_statement_after_the_other_has_the_same_connection(store: Asyn
 
 
 async def test_a_connection_at_hand_is_kept_from_nobody(store: AsyncStore) -> None:
-    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_SIZE)))
+    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
     assert len(store._at_hand) == AT_HAND
-    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_SIZE)))
+    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
 
 
 async def test_a_connection_that_was_idle_for_long_is_not_trusted(
@@ -622,7 +622,9 @@ async def test_a_connection_that_was_idle_for_long_is_not_trusted(
 
 async def test_a_connection_whose_statement_was_cancelled_is_not_kept(store: AsyncStore) -> None:
     await store.run(PID)
-    long = asyncio.create_task(store.run(Statement("SELECT pg_sleep(60)", (), lambda _: None)))
+    long = asyncio.create_task(
+        store.run(Statement("test", "SELECT pg_sleep(60)", (), lambda _: None))
+    )
     await asyncio.sleep(0.1)
     assert not store._at_hand
     long.cancel()

@@ -42,7 +42,7 @@ def test_the_argument_goes_before_the_environment(argument, environ, expected):
     ],
 )
 def test_every_form_of_a_url_becomes_the_one_that_both_drivers_take(url, expected):
-    assert database_url.normalise_url(url) == expected
+    assert database_url.normalize_url(url) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_every_form_of_a_url_becomes_the_one_that_both_drivers_take(url, expecte
     ],
 )
 def test_both_drivers_read_the_same_from_a_normalised_url(url):
-    normal = database_url.normalise_url(url)
+    normal = database_url.normalize_url(url)
     libpq = psycopg.conninfo.conninfo_to_dict(normal)
     parse = asyncpg.connect_utils._parse_connect_dsn_and_args
     nothing = dict.fromkeys(inspect.signature(parse).parameters)
@@ -85,7 +85,7 @@ def test_another_url_is_refused_without_showing_a_password(url, found):
     with pytest.raises(
         InvalidOption, match=r"the database URL begins with .* write it as"
     ) as caught:
-        database_url.normalise_url(url)
+        database_url.normalize_url(url)
     assert found in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -126,9 +126,9 @@ def test_messages_name_the_host_and_the_database_and_no_password(url, expected):
 def test_half_a_password_is_never_taken_for_a_host(special):
     url = f"postgresql://user:first{special}second@db.example.com/shop"
     with pytest.raises(InvalidOption, match="special characters in the password percent-encoded"):
-        database_url.normalise_url(url)
+        database_url.normalize_url(url)
 
 
 def test_an_at_sign_in_an_option_is_none_of_the_password():
     url = "postgresql://db.example.com/shop?user=a@b"
-    assert database_url.normalise_url(url) == url
+    assert database_url.normalize_url(url) == url

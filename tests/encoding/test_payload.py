@@ -460,11 +460,11 @@ def test_a_result_over_the_limit_says_so_and_shows_its_start() -> None:
     ],
 )
 def test_an_error_becomes_its_type_and_message(error: BaseException | str, text: str) -> None:
-    assert bounds.describe_error(error) == text
+    assert bounds.format_error(error) == text
 
 
 def test_a_huge_error_is_cut() -> None:
-    text = bounds.describe_error(ValueError("x" * 10**6))
+    text = bounds.format_error(ValueError("x" * 10**6))
     assert len(text) == bounds.ERROR_LIMIT
     assert text.endswith("…")
 

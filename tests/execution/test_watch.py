@@ -152,7 +152,7 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watch, "POLL", 3600.0)
-    monkeypatch.setattr(listener, "PING_PERIOD", 3600.0)  # it must notice by itself
+    monkeypatch.setattr(listener, "PING_SECONDS", 3600.0)  # it must notice by itself
     handle = await stepping.aenqueue()
     following = asyncio.create_task(follow(handle))
     await eventually(gate.began.is_set)

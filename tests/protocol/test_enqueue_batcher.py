@@ -203,7 +203,9 @@ async def test_callers_are_cancelled_when_the_sender_is(aqueue: AsyncJobQueue) -
     await asyncio.sleep(0)
     late = asyncio.create_task(aqueue.enqueue("a", 3))
     await asyncio.sleep(0)
-    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"]
+    (sender,) = [
+        task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"
+    ]
     sender.cancel()
     answers = await asyncio.gather(*tasks, late, return_exceptions=True)
     assert {type(each) for each in answers} == {asyncio.CancelledError}
@@ -216,7 +218,9 @@ async def test_callers_are_cancelled_when_a_sender_is_before_it_began(
     await aqueue.pending()
     task = asyncio.create_task(aqueue.enqueue("a"))
     await asyncio.sleep(0)
-    (sender,) = [task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"]
+    (sender,) = [
+        task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"
+    ]
     sender.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

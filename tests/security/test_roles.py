@@ -14,7 +14,7 @@ from secured import ROLES, Secured, run, succeed
 
 from howdah import App, AsyncJobQueue, JobQueue, NewJob, NotPermitted
 from howdah.encoding.copy_format import COLUMNS
-from howdah.protocol.new_jobs import CHUNK
+from howdah.protocol.new_jobs import CHUNK_JOBS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,7 +133,7 @@ def test_a_producer_enqueues_one_and_many_and_once(secured: Secured, producer: J
     assert first.is_new
     assert (again.id, again.is_new) == (first.id, False)
     assert [job[2]["n"] for job in jobs(secured)] == [1, 2, 4, 5, 6]
-    handles = producer.enqueue_many(NewJob(job_type="bulk", queue="b") for _ in range(CHUNK))
+    handles = producer.enqueue_many(NewJob(job_type="bulk", queue="b") for _ in range(CHUNK_JOBS))
     assert len(jobs(secured)) == 5 + len(handles)
     with secured.connect() as conn:
         lanes = conn.execute("SELECT count(*) FROM howdah.lanes WHERE job_type = 'bulk'")

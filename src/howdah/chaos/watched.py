@@ -3,7 +3,6 @@ which every claim, heartbeat and acknowledgement of a worker goes, and of a bare
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FUNCTION = re.compile(r"\.(\w+)\(")
 _ACKNOWLEDGING = {
     "complete_jobs": "complete",
     "fail_jobs": "fail",
@@ -48,8 +46,7 @@ class Notes:
 
     def invoked(self, statement: Statement[Any]) -> tuple[str, float]:
         """Before a statement is sent: what it is, and when."""
-        found = _FUNCTION.search(statement.text)
-        function = found[1] if found else ""
+        function = statement.operation
         now = time.monotonic()
         if function in _ACKNOWLEDGING:
             what = _ACKNOWLEDGING[function]

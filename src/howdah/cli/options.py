@@ -57,7 +57,7 @@ def connect(url: str) -> Connection:
     except ConnectionFailed as error:
         raise unreachable(url, error) from error
     except UnreadableUrl:
-        raise database_url.unreadable() from None
+        raise database_url.unreadable_url() from None
 
 
 def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:

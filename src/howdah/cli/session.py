@@ -107,6 +107,7 @@ class Session:
         """Whether this role may ask to be told of changes, which leaves a row."""
         return self.run(
             Statement(
+                "may_write",
                 "SELECT has_function_privilege($1::text, 'EXECUTE') AND NOT pg_is_in_recovery() "
                 "AND current_setting('transaction_read_only') = 'off'",
                 (f"{quote_schema(self.schema)}.watch_jobs(text, uuid[], interval)",),

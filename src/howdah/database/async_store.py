@@ -12,10 +12,10 @@ import asyncpg
 
 from howdah.database import caller_connection, migrate
 from howdah.database.driver_errors import (
-    COMMAND_TIMEOUT,
-    POOL_SIZE,
-    RETRY_PAUSE,
-    TIMEOUT,
+    COMMAND_TIMEOUT_SECONDS,
+    POOL_CONNECTIONS,
+    RETRY_DELAY_SECONDS,
+    TIMEOUT_SECONDS,
     Unanswered,
     Where,
     has_schema,
@@ -30,7 +30,7 @@ from howdah.database.driver_errors import (
 from howdah.embedded import resolve_url
 from howdah.encoding import database_url, validation
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
-from howdah.protocol.statements import LONG_TIMEOUT
+from howdah.protocol.statements import LONG_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterable, Iterator
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CLOSE_TIMEOUT = 5.0
+CLOSE_TIMEOUT_SECONDS = 5.0
 AT_HAND = 2  # a worker has a claim and an acknowledgement under way at once
 STALE = 300.0  # seconds after which something on the way may have forgotten an idle connection
 _POOLED = {"statement_cache_size": 0}
@@ -61,8 +61,8 @@ class AsyncStore:
         schema: str,
         *,
         create: bool = True,
-        timeout: float = TIMEOUT,
-        command_timeout: float = COMMAND_TIMEOUT,
+        timeout: float = TIMEOUT_SECONDS,
+        command_timeout: float = COMMAND_TIMEOUT_SECONDS,
     ) -> None:
         if database is not None and not isinstance(database, str | asyncpg.Pool):
             raise InvalidOption(
@@ -131,7 +131,7 @@ class AsyncStore:
                 if not isinstance(error, TimeoutError):
                     self._trouble = error
             broken = True
-            await asyncio.sleep(RETRY_PAUSE)
+            await asyncio.sleep(RETRY_DELAY_SECONDS)
 
     async def _look_again(self, pool: asyncpg.Pool) -> None:
         """Raise `SchemaTooNew` if what is missing went with a migration under our feet."""
@@ -246,7 +246,7 @@ class AsyncStore:
             pool = await asyncpg.create_pool(
                 self._url,
                 min_size=0,
-                max_size=POOL_SIZE,
+                max_size=POOL_CONNECTIONS,
                 timeout=5.0,
                 command_timeout=self._command_timeout,
                 reset=_leave_as_it_is,
@@ -280,7 +280,7 @@ class AsyncStore:
         if self._home == (os.getpid(), asyncio.get_running_loop()):
             # A server that no longer answers is not waited for: the pool is then terminated.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT):
+                async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await self._put_down(pool)
                     await pool.close()
 
@@ -290,7 +290,7 @@ async def _acquire(pool: asyncpg.Pool, give_up: float) -> AsyncIterator[Any]:
     try:
         conn = await pool.acquire(timeout=seconds_left(give_up))
     except ValueError:  # asyncpg reads the URL only now
-        raise database_url.unreadable() from None
+        raise database_url.unreadable_url() from None
     try:
         yield conn
     except TimeoutError:
@@ -312,7 +312,7 @@ async def _is_pooled(url: str, give_up: float) -> bool:
             command_timeout=seconds_left(give_up, 1.0) / 2,  # and then once more
         )  # fmt: skip
     except ValueError:  # asyncpg reads the URL only now
-        raise database_url.unreadable() from None
+        raise database_url.unreadable_url() from None
     try:
         ours = conn.get_server_pid()
         await conn.execute(
@@ -341,8 +341,8 @@ def _answered(seconds: float) -> Iterator[None]:
 
 
 async def _afetch(conn: Any, statement: Statement[Any], broken: bool, limit: float) -> Rows:
-    if broken and statement.again is not None:
-        statement = statement.again()
+    if broken and statement.resend is not None:
+        statement = statement.resend()
     if (copy := statement.copy) is not None:
         await conn.copy_to_table(
             copy.table, schema_name=copy.schema, columns=copy.columns, encoding="UTF8",
@@ -382,7 +382,7 @@ async def _amigrate(conn: Any, schema: str) -> None:
     give_up = time.monotonic() + migrate.PATIENCE
     while True:
         try:
-            await adrive(conn, migrate.steps(schema), LONG_TIMEOUT)
+            await adrive(conn, migrate.steps(schema), LONG_TIMEOUT_SECONDS)
         except asyncpg.LockNotAvailableError:
             await conn.execute("ROLLBACK")
             if time.monotonic() > give_up:

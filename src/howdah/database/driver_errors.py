@@ -34,11 +34,11 @@ DATABASE_ERRORS = (
 )
 """Whatever `run` may raise because of the database, as against a mistake of ours."""
 
-TIMEOUT = 10.0
-COMMAND_TIMEOUT = 60.0
+TIMEOUT_SECONDS = 10.0
+COMMAND_TIMEOUT_SECONDS = 60.0
 """Seconds that a statement may go without an answer, where neither it nor the caller says otherwise."""
-POOL_SIZE = 10
-RETRY_PAUSE = 0.05
+POOL_CONNECTIONS = 10
+RETRY_DELAY_SECONDS = 0.05
 
 
 class Unanswered(TimeoutError):
@@ -190,7 +190,9 @@ def seconds_left(give_up: float, least: float = 0.001) -> float:
 def has_schema(schema: str) -> Statement[bool]:
     """Whether the schema's tables are there."""
     name = quote_schema(schema) + ".migrations"
-    return Statement("SELECT to_regclass($1::text) IS NOT NULL", (name,), lambda rows: rows[0][0])
+    return Statement(
+        "has_schema", "SELECT to_regclass($1::text) IS NOT NULL", (name,), lambda rows: rows[0][0]
+    )
 
 
 def is_ours(database: object) -> bool:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHANNELS = ("wake", "cancel", "job")
-PING_PERIOD = 5.0
-PROBE_PERIOD = 60.0  # while they succeed: each notification wakes every listener of the database
-PROBE_TIMEOUT = 3.0
+PING_SECONDS = 5.0
+PROBE_SECONDS = 60.0  # while they succeed: each notification wakes every listener of the database
+PROBE_TIMEOUT_SECONDS = 3.0
 
 
 class Listener:
@@ -77,7 +77,7 @@ class Listener:
     async def _listen(self) -> None:
         # Simple queries only, and nothing kept: a pooler would give the next one another session.
         conn = await asyncpg.connect(
-            self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT, statement_cache_size=0
+            self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT_SECONDS, statement_cache_size=0
         )
         self._server_pid = conn.get_server_pid()
         ended = asyncio.Event()
@@ -93,14 +93,14 @@ class Listener:
             while not conn.is_closed():
                 if time.monotonic() >= probe_at:
                     await self._probe(conn)
-                    period = PROBE_PERIOD if self.healthy else PING_PERIOD
+                    period = PROBE_SECONDS if self.healthy else PING_SECONDS
                     probe_at = time.monotonic() + period
                 else:
                     await conn.execute(
                         "SELECT 1"
                     )  # a connection that is cut off fails here, in time
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), PING_PERIOD)
+                    await asyncio.wait_for(ended.wait(), PING_SECONDS)
         finally:
             # Not close(): that would wait for a server that may be gone.
             conn.terminate()
@@ -109,7 +109,7 @@ class Listener:
         self._heard.clear()
         await conn.execute(f"NOTIFY {self._quoted_ping}")
         try:
-            await asyncio.wait_for(self._heard.wait(), PROBE_TIMEOUT)
+            await asyncio.wait_for(self._heard.wait(), PROBE_TIMEOUT_SECONDS)
             self.healthy = True
         except TimeoutError:
             self.healthy = False

@@ -1,7 +1,7 @@
 """Runs Statements for the sync client, on a psycopg pool.
 
 Owns the pool, first use (the schema is checked, and made if it is missing) and reconnecting. A statement
-whose connection broke is sent again, as `Statement.again` says. `async_store.py` does the same for asyncio.
+whose connection broke is sent again, as `Statement.resend` says. `async_store.py` does the same for asyncio.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from psycopg.rows import tuple_row
 
 from howdah.database import caller_connection, migrate
 from howdah.database.driver_errors import (
-    COMMAND_TIMEOUT,
-    POOL_SIZE,
-    RETRY_PAUSE,
-    TIMEOUT,
+    COMMAND_TIMEOUT_SECONDS,
+    POOL_CONNECTIONS,
+    RETRY_DELAY_SECONDS,
+    TIMEOUT_SECONDS,
     Unanswered,
     Where,
     has_schema,
@@ -40,7 +40,7 @@ from howdah.database.statement_deadline import Patience
 from howdah.embedded import resolve_url
 from howdah.encoding import database_url, validation
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
-from howdah.protocol.statements import LONG_TIMEOUT
+from howdah.protocol.statements import LONG_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,8 +69,8 @@ class Store:
         schema: str,
         *,
         create: bool = True,
-        timeout: float = TIMEOUT,
-        command_timeout: float = COMMAND_TIMEOUT,
+        timeout: float = TIMEOUT_SECONDS,
+        command_timeout: float = COMMAND_TIMEOUT_SECONDS,
     ) -> None:
         if database is not None and not isinstance(database, str | psycopg_pool.ConnectionPool):
             raise InvalidOption(
@@ -161,7 +161,7 @@ class Store:
         if pool is None or not is_ours(self._database):
             if pool is not None:
                 _empty(pool)
-            time.sleep(RETRY_PAUSE)
+            time.sleep(RETRY_DELAY_SECONDS)
             return
         # A new one is quicker than the old one's own attempts, which lie seconds apart.
         with self._lock:
@@ -234,7 +234,7 @@ class Store:
         return psycopg_pool.ConnectionPool(
             self._url,
             min_size=0,
-            max_size=POOL_SIZE,
+            max_size=POOL_CONNECTIONS,
             open=True,
             timeout=self._timeout,
             reconnect_timeout=self._patience / 2,
@@ -260,18 +260,18 @@ class Store:
                     self._url, autocommit=True, prepare_threshold=None, **options
                 )
             except psycopg.ProgrammingError:
-                raise database_url.unreadable() from None
+                raise database_url.unreadable_url() from None
             except psycopg.OperationalError as error:
                 self._trouble = error
                 # A server that is starting up will answer; a wrong password or name will not.
                 if time.monotonic() >= give_up or is_refused(error):
                     raise unreachable(self._where, error) from error
-            time.sleep(RETRY_PAUSE)
+            time.sleep(RETRY_DELAY_SECONDS)
 
     def _prepare(self, conn: psycopg.Connection[Any]) -> None:
         with Patience(conn, self._command_timeout) as patience:
             if migrate.drive(conn, migrate.check(self._schema, create=self._create)):
-                patience.renew(LONG_TIMEOUT)
+                patience.renew(LONG_TIMEOUT_SECONDS)
                 try:
                     migrate.migrate(conn, self._schema)
                 except psycopg.errors.InsufficientPrivilege:
@@ -311,14 +311,14 @@ def _empty(pool: psycopg_pool.ConnectionPool[Any]) -> None:
     """Have a pool replace what lies idle in it. Not `check`: that waits for every answer, also for ever."""
     with contextlib.suppress(psycopg_pool.PoolTimeout):
         for _ in range(pool.get_stats().get("pool_available", 0)):
-            conn = pool.getconn(RETRY_PAUSE)
+            conn = pool.getconn(RETRY_DELAY_SECONDS)
             conn.close()
             pool.putconn(conn)
 
 
 def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: bool) -> Rows:
-    if broken and statement.again is not None:
-        statement = statement.again()
+    if broken and statement.resend is not None:
+        statement = statement.resend()
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         if statement.copy is not None:
             with cursor.copy(statement.text) as copy:

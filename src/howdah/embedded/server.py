@@ -375,7 +375,7 @@ def resolve_url(argument: str | None = None) -> str:
         return EmbeddedServer(directory).start()
     if database_url.is_embedded(url):
         return EmbeddedServer(database_url.embedded_directory(url)).start()
-    return database_url.normalise_url(url)
+    return database_url.normalize_url(url)
 
 
 def _homes(start: Path | None = None) -> Iterator[Path]:

@@ -42,7 +42,7 @@ def database_url(argument: str | None, environ: Mapping[str, str] = os.environ) 
     url = argument or next(filter(None, map(environ.get, VARIABLES)), None)
     # A shell hands over what is not Unicode as halves of surrogate pairs.
     if url is not None and ("\x00" in url or any("\ud800" <= each <= "\udfff" for each in url)):
-        raise unreadable()
+        raise unreadable_url()
     return url
 
 
@@ -57,7 +57,7 @@ def embedded_directory(url: str) -> str | None:
     return path.removeprefix("//") or None
 
 
-def normalise_url(url: str) -> str:
+def normalize_url(url: str) -> str:
     """The same database as a `postgresql://` URL that psycopg and asyncpg both accept.
 
     Options that only libpq has are left out, and SQLAlchemy's `ssl=` becomes `sslmode=`.
@@ -74,14 +74,14 @@ def normalise_url(url: str) -> str:
     user, at, host = rest.partition("/")[0].partition("@")
     if at and (set(user) & set("?#") or "@" in host.partition("?")[0]):
         # The drivers read such a URL in two ways, and would call half of a password a host.
-        raise unreadable()
+        raise unreadable_url()
     base, _, query = rest.partition("?")
     options = [_option(each) for each in query.split("&") if each]
     kept = [each for each in options if each.partition("=")[0] not in LIBPQ_ONLY]
     return f"postgresql://{base}" + (f"?{'&'.join(kept)}" if kept else "")
 
 
-def unreadable() -> InvalidOption:
+def unreadable_url() -> InvalidOption:
     """What to raise for a URL that no parser understands."""
     # The parsers' own words may hold a part of the password.
     return InvalidOption(

@@ -273,7 +273,7 @@ def clean_percent(percent: object) -> int | None:
     return None if math.isnan(percent) else int(max(0, min(100, percent)))
 
 
-def describe_error(error: BaseException | str) -> str:
+def format_error(error: BaseException | str) -> str:
     """`Type: message` of an exception, even of one whose `__str__` raises."""
     if isinstance(error, str):
         return clean_text(error, ERROR_LIMIT)

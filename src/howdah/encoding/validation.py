@@ -139,7 +139,7 @@ def show(value: object) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def option(check: Callable[..., T], *arguments: Any) -> T:
+def check_option(check: Callable[..., T], *arguments: Any) -> T:
     """The check of a job's field, for what is a parameter here."""
     try:
         return check(*arguments)

@@ -144,7 +144,7 @@ def judge(task: Task[..., Any], context: Context, error: BaseException) -> Outco
     try:
         return _judge(task, context, error)
     except BaseException as second:
-        return Failed(payload.describe_error(second), _trace(error), None, error)
+        return Failed(payload.format_error(second), _trace(error), None, error)
 
 
 def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
@@ -165,7 +165,7 @@ def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outc
         case Cancel():
             return Cancelled(payload.clean_text(error.reason, payload.ERROR_LIMIT))
         case Fail() | InvalidJob():
-            return Failed(payload.describe_error(error), _trace(error), None, error)
+            return Failed(payload.format_error(error), _trace(error), None, error)
         case _ if context.abort == "shutdown":
             return Released(0.0, "shutdown")  # it was interrupted, whatever it made of that
         case _:
@@ -176,7 +176,7 @@ def _snoozed(error: Snooze) -> Outcome:
     try:
         return Released(validation.to_timedelta(error.delay, "delay").total_seconds(), "snoozed")
     except Exception as wrong:
-        return Failed(payload.describe_error(wrong), _trace(error), None)
+        return Failed(payload.format_error(wrong), _trace(error), None)
 
 
 def _failed(task: Task[..., Any], context: Context, error: BaseException) -> Failed:
@@ -191,7 +191,7 @@ def _failed(task: Task[..., Any], context: Context, error: BaseException) -> Fai
             extra={"job_id": str(context.id), "job_type": task.name},
         )
         pause = 10.0
-    return Failed(payload.describe_error(error), _trace(error), pause, error)
+    return Failed(payload.format_error(error), _trace(error), pause, error)
 
 
 def _trace(error: BaseException) -> str:

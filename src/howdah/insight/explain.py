@@ -96,7 +96,7 @@ class Questions:
         self._s = quote_schema(schema)
 
     def _ask(self, text: str, *parameters: Any, decode: Callable[[Rows], T]) -> T:
-        return self._run(Statement(text.replace("{s}", self._s), parameters, decode))
+        return self._run(Statement("insight", text.replace("{s}", self._s), parameters, decode))
 
 
 class Insight(Questions):

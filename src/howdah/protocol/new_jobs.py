@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 4 * 2**20
 BATCH_JOBS = 5_000
-CHUNK = 200  # jobs that are encoded at a time; a COPY of fewer costs more than it saves
+CHUNK_JOBS = 200  # jobs that are encoded at a time; a COPY of fewer costs more than it saves
 COPY_JOBS = 20_000
 _PLAIN = frozenset(copy_format.COLUMNS)
 
 _NEW_JOB_FIELDS = NewJob.__struct_fields__
 
 
-class InTurn(Iterable[NewJob]):
+class LazyJobs(Iterable[NewJob]):
     """Jobs that are made of something else, each when its turn comes."""
 
     def __init__(self, items: Iterable[Any], make: Callable[[Any], NewJob]) -> None:
@@ -39,9 +39,9 @@ class InTurn(Iterable[NewJob]):
         return map(self.make, self.items)
 
     @classmethod
-    def of(cls, jobs: Iterable[NewJobLike]) -> InTurn:
+    def of(cls, jobs: Iterable[NewJobLike]) -> LazyJobs:
         """Jobs in any of their forms."""
-        return jobs if isinstance(jobs, InTurn) else cls(jobs, _to_new_job)
+        return jobs if isinstance(jobs, LazyJobs) else cls(jobs, _to_new_job)
 
 
 class NewJobs:
@@ -57,7 +57,7 @@ class NewJobs:
     ) -> None:
         self.statements = Statements(schema)
         self.keep = None if keep is None else validation.to_timedelta(keep, "keep")
-        self.payload_limit = validation.option(
+        self.payload_limit = validation.check_option(
             validation.check_integer, payload_limit, "payload_limit", 2, 2**30
         )
         self.idempotency_ttl = validation.to_timedelta(idempotency_ttl, "idempotency_ttl")
@@ -79,12 +79,12 @@ class NewJobs:
 
     def encode_many(self, jobs: Iterable[NewJobLike]) -> list[dict[str, Any]]:
         """Jobs in any of their forms, checked; an error names the index."""
-        return [job for chunk in self.encode_chunks(InTurn.of(jobs)) for job in chunk]
+        return [job for chunk in self.encode_chunks(LazyJobs.of(jobs)) for job in chunk]
 
-    def encode_chunks(self, jobs: InTurn) -> Iterator[list[dict[str, Any]]]:
+    def encode_chunks(self, jobs: LazyJobs) -> Iterator[list[dict[str, Any]]]:
         """The same, as they are asked for, so many at a time."""
-        for start in range(0, len(jobs.items), CHUNK):
-            chunk = jobs.items[start : start + CHUNK]
+        for start in range(0, len(jobs.items), CHUNK_JOBS):
+            chunk = jobs.items[start : start + CHUNK_JOBS]
             encoded: list[dict[str, Any]] = []
             for item, job_id in zip(chunk, new_ids(len(chunk)), strict=True):
                 try:
@@ -94,24 +94,24 @@ class NewJobs:
                 except InvalidOption as error:
                     raise InvalidOption(f"job {start + len(encoded)}: {error}") from None
                 except Exception as error:  # a mapping of the caller's own may raise anything
-                    why = f"it could not be read: {payload.describe_error(error)}."
+                    why = f"it could not be read: {payload.format_error(error)}."
                     raise InvalidJob(why, field="job").at(start + len(encoded)) from error
             yield encoded
 
     def enqueue(
-        self, jobs: list[dict[str, Any]], *, again: bool = False
+        self, jobs: list[dict[str, Any]], *, resend: bool = False
     ) -> list[Statement[list[Handle]]]:
         """Encoded jobs in as many statements as their size asks for. `again`: unless they are there."""
         return [
             self.statements.enqueue_jobs(
-                payload.encode_batch(batch), self.idempotency_ttl, again=again
+                payload.encode_batch(batch), self.idempotency_ttl, resend=resend
             )
             for batch in _batches(jobs)
         ]
 
     def enqueue_many(self, jobs: Iterable[NewJobLike], *, on_caller_connection: bool) -> Bulk:
         """Jobs in any of their forms, to be sent together, on the caller's connection or one of ours."""
-        return Bulk(self, InTurn.of(jobs), copy=not on_caller_connection)
+        return Bulk(self, LazyJobs.of(jobs), copy=not on_caller_connection)
 
 
 class Bulk:
@@ -121,10 +121,10 @@ class Bulk:
     Many plain jobs are copied, as far as there is nothing special about them. What follows, and what is
     sent again because the connection broke, goes as JSON."""
 
-    def __init__(self, new_jobs: NewJobs, jobs: InTurn, *, copy: bool) -> None:
+    def __init__(self, new_jobs: NewJobs, jobs: LazyJobs, *, copy: bool) -> None:
         self.encoded: list[dict[str, Any]] = []
         self._do = new_jobs
-        self._copy = copy and len(jobs.items) >= CHUNK
+        self._copy = copy and len(jobs.items) >= CHUNK_JOBS
         self._chunks = new_jobs.encode_chunks(jobs)
         self._next: list[dict[str, Any]] = []
         self._advance()  # what is wrong with the first of them is told before anything is sent
@@ -139,7 +139,7 @@ class Bulk:
     def __iter__(self) -> Iterator[Statement[list[Handle]]]:
         if not self._copy:
             self._rest()
-            yield from self._do.enqueue(self.encoded, again=True)
+            yield from self._do.enqueue(self.encoded, resend=True)
             return
         self._copy = False  # nor a second time
         lanes: set[tuple[str, str, int]] = set()

@@ -53,7 +53,7 @@ class Operations(NewJobs):
         )
         self.lease = validation.to_lease(lease)
         if worker_id is not None:
-            validation.option(validation.check_name, worker_id, "worker_id", 100)
+            validation.check_option(validation.check_name, worker_id, "worker_id", 100)
         self._worker_id = worker_id
         self._fences: OrderedDict[UUID, UUID] = OrderedDict()
 
@@ -74,7 +74,7 @@ class Operations(NewJobs):
         started: bool = False,
     ) -> Statement[list[Job]]:
         """Claim jobs and remember their fences."""
-        validation.option(validation.check_integer, batch_size, "batch_size", 1, 10_000)
+        validation.check_option(validation.check_integer, batch_size, "batch_size", 1, 10_000)
         statement = self.statements.claim_job_batch(
             self.worker_id,
             None if job_types is None else _texts(job_types, "job_types"),
@@ -103,7 +103,7 @@ class Operations(NewJobs):
         return job_id, fence
 
     def _fenced(self, refs: JobRef | Iterable[JobRef]) -> tuple[list[UUID], list[UUID]]:
-        pairs = [self._fence(ref) for ref in _many(refs)]
+        pairs = [self._fence(ref) for ref in to_refs(refs)]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     def _acknowledged(
@@ -151,14 +151,14 @@ class Operations(NewJobs):
         if not retry and (run_at is not None or delay is not None):
             raise InvalidOption("retry=False and a time to retry at exclude each other.")
         if run_at is not None:
-            run_at = validation.option(validation.check_time, run_at, "run_at")
+            run_at = validation.check_option(validation.check_time, run_at, "run_at")
         pause = None
         if retry and run_at is None:
             pause = validation.to_timedelta(0 if delay is None else delay, "delay")
         ids, fences = self._fenced(jobs)
         n = len(ids)
         statement = self.statements.fail_jobs(
-            ids, fences, [payload.describe_error(reason)] * n, [run_at] * n, [pause] * n
+            ids, fences, [payload.format_error(reason)] * n, [run_at] * n, [pause] * n
         )
         return _then(statement, self._acknowledged(ids, fences, forget=not joined))
 
@@ -208,16 +208,16 @@ class Operations(NewJobs):
     def recover_stale_jobs(self, timeout: Seconds | None, limit: int) -> Statement[int]:
         """Return jobs of vanished workers to the queue."""
         interval = None if timeout is None else validation.to_timedelta(timeout, "timeout")
-        validation.option(validation.check_integer, limit, "limit", 1, 2**31 - 1)
+        validation.check_option(validation.check_integer, limit, "limit", 1, 2**31 - 1)
         return self.statements.recover_stale_jobs(interval, limit)
 
     def cancel(self, jobs: JobRef | Iterable[JobRef]) -> Statement[dict[UUID, str]]:
         """Cancel jobs."""
-        return self.statements.cancel_jobs([to_id(ref) for ref in _many(jobs)])
+        return self.statements.cancel_jobs([to_id(ref) for ref in to_refs(jobs)])
 
     def retry(self, jobs: JobRef | Iterable[JobRef]) -> Statement[list[UUID]]:
         """Reopen finished jobs."""
-        return self.statements.retry_jobs([to_id(ref) for ref in _many(jobs)])
+        return self.statements.retry_jobs([to_id(ref) for ref in to_refs(jobs)])
 
     def pending(self, queue: str | None, job_type: str | None) -> Statement[int]:
         """Count waiting jobs."""
@@ -240,7 +240,7 @@ class Operations(NewJobs):
 
     def events(self, job: JobRef, after: int) -> Statement[list[Event]]:
         """A job's events."""
-        validation.option(validation.check_integer, after, "after", 0, 2**63 - 1)
+        validation.check_option(validation.check_integer, after, "after", 0, 2**63 - 1)
         return self.statements.events(to_id(job), after)
 
     def find(
@@ -255,7 +255,7 @@ class Operations(NewJobs):
         known = ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data")
         for name in unknown:
             raise InvalidOption.unknown(name, (*known, "limit", "before"), "filter")
-        validation.option(validation.check_integer, limit, "limit", 1, 10_000)
+        validation.check_option(validation.check_integer, limit, "limit", 1, 10_000)
         for name in ("status", "job_type", "queue"):
             options[name] = () if options[name] is None else _texts(options[name], name)
         for status in options["status"]:
@@ -299,12 +299,12 @@ def _names(**names: str | None) -> list[str | None]:
     """Texts to look for, checked: each may be left out, none may be what cannot be stored."""
     for name, text in names.items():
         if text is not None:
-            validation.option(validation.check_name, text, name, payload.KEY_LIMIT)
+            validation.check_option(validation.check_name, text, name, payload.KEY_LIMIT)
     return list(names.values())
 
 
 def _contained(data: Mapping[str, Any]) -> str:
-    raw = validation.option(payload.encode_data, data)
+    raw = validation.check_option(payload.encode_data, data)
     return bytes(memoryview(raw)).decode()
 
 
@@ -313,7 +313,7 @@ def _unfenced(job: Job) -> Job:
     return job if job.lease_id is None else msgspec.structs.replace(job, lease_id=None)
 
 
-def _many(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
+def to_refs(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
     if isinstance(refs, Job | Handle | Claim | UUID | str):
         return [refs]
     if not isinstance(refs, Iterable):
@@ -335,7 +335,7 @@ def _texts(value: str | Sequence[str], name: str) -> list[str]:
     if not isinstance(value, Iterable):
         raise InvalidOption(f"{name} must be a string or a list of them, not {value!r:.80}.")
     texts = [value] if isinstance(value, str) else list(value)
-    return [validation.option(validation.check_name, text, name) for text in texts]
+    return [validation.check_option(validation.check_name, text, name) for text in texts]
 
 
 def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:
@@ -348,7 +348,7 @@ def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
     def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
         return check(inner(rows))
 
-    again = statement.again
+    resend = statement.resend
     return replace(
-        statement, decode=decode, again=None if again is None else lambda: _then(again(), check)
+        statement, decode=decode, resend=None if resend is None else lambda: _then(resend(), check)
     )

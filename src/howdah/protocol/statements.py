@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[Sequence[Any]]
 
-LONG_TIMEOUT = 3600.0  # seconds, for what may go through the whole history
+LONG_TIMEOUT_SECONDS = 3600.0  # seconds, for what may go through the whole history
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,18 @@ class Copy:
 class Statement(Generic[T_co]):
     """What to send and how to read the answer.
 
-    `again` makes what to send if the connection breaks before the answer: a statement that takes what
-    the first one may have done for its own doing. Without it the same text is sent once more.
-    `timeout` is for one that may take longer than others, in seconds.
-    `copy` is what a COPY sends after its text. It has no parameters, and no rows for an answer.
+    `operation` is the name of the SQL function that it calls, or of the method that built it.
+    `resend` builds the idempotent form to resend if the connection breaks before the answer: effects of
+    a lost first send count as its own. Without it the same text is resent.
+    `timeout` is the deadline in seconds of a statement that may take longer than others.
+    `copy` is what a COPY sends after its text. A COPY has no parameters and returns no rows.
     """
 
+    operation: str
     text: str
     parameters: tuple[Any, ...]
     decode: Callable[[Rows], T_co]
-    again: Callable[[], Statement[T_co]] | None = None
+    resend: Callable[[], Statement[T_co]] | None = None
     timeout: float | None = None
     copy: Copy | None = None
 
@@ -119,14 +121,15 @@ class Statements:
         self._s = quote_schema(schema)
 
     def enqueue_jobs(
-        self, jobs: str, idempotency_ttl: timedelta, *, again: bool = False
+        self, jobs: str, idempotency_ttl: timedelta, *, resend: bool = False
     ) -> Statement[list[Handle]]:
         """Enqueue a JSON array of jobs; the answer is in its order. `again`: unless they are there."""
         return Statement(
+            "enqueue_jobs",
             f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::text::jsonb, $2::boolean, $3::interval)",
-            (jobs, again, idempotency_ttl),
+            (jobs, resend, idempotency_ttl),
             lambda rows: [Handle(row[0], row[1]) for row in rows],
-            None if again else lambda: self.enqueue_jobs(jobs, idempotency_ttl, again=True),
+            None if resend else lambda: self.enqueue_jobs(jobs, idempotency_ttl, resend=True),
         )
 
     def copy_jobs(
@@ -136,11 +139,18 @@ class Statements:
         `announce_jobs` must follow."""
         copy = Copy(self.schema, "live_jobs", copy_format.COLUMNS, rows)
         text = f"COPY {self._s}.live_jobs ({', '.join(copy_format.COLUMNS)}) FROM STDIN (ENCODING 'UTF8')"
-        return Statement(text, (), lambda _: [Handle(job["id"], True) for job in copied], copy=copy)
+        return Statement(
+            "copy_jobs", text, (), lambda _: [Handle(job["id"], True) for job in copied], copy=copy
+        )
 
     def announce_jobs(self, lanes: str) -> Statement[list[Handle]]:
         """Make the lanes of jobs that were copied, [[queue, job type, priority], …], and wake workers."""
-        return Statement(f"SELECT {self._s}.announce_jobs($1::text::jsonb)", (lanes,), lambda _: [])
+        return Statement(
+            "announce_jobs",
+            f"SELECT {self._s}.announce_jobs($1::text::jsonb)",
+            (lanes,),
+            lambda _: [],
+        )
 
     def claim_job_batch(
         self,
@@ -155,6 +165,7 @@ class Statements:
     ) -> Statement[list[Job]]:
         """Claim up to `batch_size` due jobs, best first."""
         return Statement(
+            "claim_job_batch",
             f"SELECT {_COLUMNS} FROM {self._s}.claim_job_batch($1::text, $2::text[], $3::int, "
             "$4::interval, $5::text[], $6::boolean, $7::boolean)",
             (
@@ -187,7 +198,13 @@ class Statements:
             list(results),
             None if elapsed is None else list(elapsed),
         )
-        return Statement(text, (*lists, False), _ids, lambda: Statement(text, (*lists, True), _ids))
+        return Statement(
+            "complete_jobs",
+            text,
+            (*lists, False),
+            _ids,
+            lambda: Statement("complete_jobs", text, (*lists, True), _ids),
+        )
 
     def fail_jobs(
         self,
@@ -202,6 +219,7 @@ class Statements:
     ) -> Statement[list[UUID]]:
         """Fail jobs, each with its next due time, or none for no retry."""
         return Statement(
+            "fail_jobs",
             f"SELECT * FROM {self._s}.fail_jobs($1::uuid[], $2::uuid[], $3::text[], "
             "$4::timestamptz[], $5::interval[], $6::float8[], $7::text[])",
             (
@@ -221,6 +239,7 @@ class Statements:
     ) -> Statement[list[UUID]]:
         """Give jobs back without burning an attempt."""
         return Statement(
+            "release_jobs",
             f"SELECT * FROM {self._s}.release_jobs($1::uuid[], $2::uuid[], $3::interval)",
             (list(ids), list(lease_ids), delay),
             _ids,
@@ -235,6 +254,7 @@ class Statements:
     ) -> Statement[list[tuple[UUID, bool, bool, bool]]]:
         """Extend leases: (id, extended, mine, cancel_requested) of each."""
         return Statement(
+            "extend_jobs",
             f"SELECT id, extended, mine, cancel_requested FROM {self._s}.extend_jobs("
             "$1::uuid[], $2::uuid[], $3::interval, $4::float8[])",
             (list(ids), list(lease_ids), lease, None if elapsed is None else list(elapsed)),
@@ -244,6 +264,7 @@ class Statements:
     def start_jobs(self, ids: Sequence[UUID], lease_ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Say that jobs were started."""
         return Statement(
+            "start_jobs",
             f"SELECT * FROM {self._s}.start_jobs($1::uuid[], $2::uuid[])",
             (list(ids), list(lease_ids)),
             _ids,
@@ -258,6 +279,7 @@ class Statements:
     ) -> Statement[list[tuple[UUID, bool, bool, bool]]]:
         """Report progress: (id, reported, mine, cancel_requested) of each."""
         return Statement(
+            "report_progress",
             f"SELECT id, reported, mine, cancel_requested FROM {self._s}.report_progress("
             "$1::uuid[], $2::uuid[], $3::int[], $4::text[])",
             (list(ids), list(lease_ids), list(progress), list(stages)),
@@ -273,6 +295,7 @@ class Statements:
     ) -> Statement[list[UUID]]:
         """Append events to claimed jobs."""
         return Statement(
+            "add_events",
             f"SELECT * FROM {self._s}.add_events($1::uuid[], $2::uuid[], $3::text[], "
             "$4::text[]::jsonb[])",
             (list(ids), list(lease_ids), list(kinds), list(datas)),
@@ -282,12 +305,16 @@ class Statements:
     def recover_stale_jobs(self, timeout: timedelta | None, limit: int) -> Statement[int]:
         """Return stale jobs to their lanes."""
         return Statement(
-            f"SELECT {self._s}.recover_stale_jobs($1::interval, $2::int)", (timeout, limit), _value
+            "recover_stale_jobs",
+            f"SELECT {self._s}.recover_stale_jobs($1::interval, $2::int)",
+            (timeout, limit),
+            _value,
         )
 
     def cancel_jobs(self, ids: Sequence[UUID]) -> Statement[dict[UUID, str]]:
         """Cancel jobs: id → "cancelled", or "cancelling" for one that is claimed."""
         return Statement(
+            "cancel_jobs",
             f"SELECT id, status FROM {self._s}.cancel_jobs($1::uuid[])",
             (list(ids),),
             lambda rows: {row[0]: row[1] for row in rows},
@@ -295,17 +322,23 @@ class Statements:
 
     def retry_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Reopen finished jobs."""
-        return Statement(f"SELECT * FROM {self._s}.retry_jobs($1::uuid[])", (list(ids),), _ids)
+        return Statement(
+            "retry_jobs", f"SELECT * FROM {self._s}.retry_jobs($1::uuid[])", (list(ids),), _ids
+        )
 
     def pending_count(self, queue: str | None, job_type: str | None) -> Statement[int]:
         """Count waiting jobs."""
         return Statement(
-            f"SELECT {self._s}.pending_count($1::text, $2::text)", (queue, job_type), _value
+            "pending_count",
+            f"SELECT {self._s}.pending_count($1::text, $2::text)",
+            (queue, job_type),
+            _value,
         )
 
     def counts(self, queue: str | None, job_type: str | None) -> Statement[dict[Status, int]]:
         """Count jobs by status."""
         return Statement(
+            "counts",
             f"SELECT status, count(*) FROM {self._s}.jobs "
             "WHERE ($1::text IS NULL OR queue = $1::text) "
             "AND ($2::text IS NULL OR job_type = $2::text) GROUP BY status",
@@ -316,6 +349,7 @@ class Statements:
     def get(self, job_id: UUID) -> Statement[Job | None]:
         """One job, live or finished."""
         return Statement(
+            "get",
             f"SELECT {_COLUMNS} FROM {self._s}.jobs WHERE id = $1::uuid",
             (job_id,),
             lambda rows: _job(rows[0]) if rows else None,
@@ -351,6 +385,7 @@ class Statements:
         where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
         values.append(limit)
         return Statement(
+            "find",
             f"SELECT {_COLUMNS} FROM {self._s}.jobs {where}ORDER BY id DESC LIMIT ${len(values)}::int",
             tuple(values),
             _jobs,
@@ -359,6 +394,7 @@ class Statements:
     def events(self, job_id: UUID, after: int) -> Statement[list[Event]]:
         """A job's events, oldest first, from behind `after` on."""
         return Statement(
+            "events",
             f"SELECT job_id, event_id, at, attempt, kind, data::text FROM {self._s}.job_events "
             "WHERE job_id = $1::uuid AND event_id > $2::bigint ORDER BY event_id",
             (job_id, after),
@@ -378,21 +414,25 @@ class Statements:
     def clear_finished(self, older_than: timedelta, statuses: Sequence[str]) -> Statement[int]:
         """Remove finished jobs."""
         return Statement(
+            "clear_finished",
             f"SELECT {self._s}.clear_finished($1::interval, $2::text[])",
             (older_than, [str(status) for status in statuses]),
             _value,
-            timeout=LONG_TIMEOUT,
+            timeout=LONG_TIMEOUT_SECONDS,
         )
 
     def remove_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Remove finished jobs by id; those that were removed come back."""
-        return Statement(f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), _ids)
+        return Statement(
+            "remove_jobs", f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), _ids
+        )
 
     def run_maintenance(
         self, timeout: float | None = 60.0
     ) -> Statement[list[tuple[str, timedelta, str | None]]]:
         """Run the duties that are due: (duty, took, error) of each."""
         return Statement(
+            "run_maintenance",
             f"SELECT duty, took, error FROM {self._s}.run_maintenance()",
             (),
             lambda rows: [(row[0], row[1], row[2]) for row in rows],

@@ -57,6 +57,7 @@ class WorkerStatements(Statements):
         """`claim_job_batch`, narrow, and without waiting for the disk: a claim that a crash of the server
         undoes never was, and its fence is refused. Every other statement commits durably."""
         return Statement(
+            "claim_job_batch",
             "SELECT id, lease_id, job_type, queue, data::text, attempts, max_attempts, claims, "
             "request_id, traceparent, idempotency_key, "
             "extract(epoch FROM claimed_at - run_at)::float8 "
@@ -72,6 +73,7 @@ class WorkerStatements(Statements):
     ) -> Statement[tuple[datetime | None, datetime]]:
         """When the first job that is not yet due will be, and what time it is there."""
         return Statement(
+            "next_due_at",
             f"SELECT {self._s}.next_due_at($1::text[], $2::text[]), clock_timestamp()",
             (list(job_types), list(queues)),
             lambda rows: (rows[0][0], rows[0][1]),
@@ -89,6 +91,7 @@ class WorkerStatements(Statements):
     ) -> Statement[None]:
         """Announce a worker and make the lanes of its tasks."""
         return Statement(
+            "register_worker",
             f"SELECT {self._s}.register_worker($1::text, $2::text, $3::int, $4::text[], $5::text[], "
             "$6::int[], $7::jsonb)",
             (worker_id, host, pid, list(queues), list(job_types), list(priorities), info),
@@ -98,6 +101,7 @@ class WorkerStatements(Statements):
     def touch_worker(self, worker_id: str, idle: bool | None, info: str | None) -> Statement[None]:
         """Say that a worker lives, and whether it is idle."""
         return Statement(
+            "touch_worker",
             f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb)",
             (worker_id, idle, info),
             _nothing,
@@ -106,6 +110,7 @@ class WorkerStatements(Statements):
     def beat_worker(self, worker_id: str, info: str, counts: str | None) -> Statement[None]:
         """Say that a worker lives and what it has done."""
         return Statement(
+            "beat_worker",
             f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb)",
             (worker_id, info, counts),
             _nothing,
@@ -113,13 +118,16 @@ class WorkerStatements(Statements):
 
     def remove_worker(self, worker_id: str) -> Statement[None]:
         """Say that a worker is gone."""
-        return Statement(f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), _nothing)
+        return Statement(
+            "remove_worker", f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), _nothing
+        )
 
     def stop_jobs(
         self, ids: Sequence[UUID], lease_ids: Sequence[UUID], reasons: Sequence[str]
     ) -> Statement[list[UUID]]:
         """End claimed jobs as cancelled."""
         return Statement(
+            "stop_jobs",
             f"SELECT * FROM {self._s}.stop_jobs($1::uuid[], $2::uuid[], $3::text[])",
             (list(ids), list(lease_ids), list(reasons)),
             _ids,
@@ -127,7 +135,12 @@ class WorkerStatements(Statements):
 
     def takeover_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Take claimed jobs away from their workers."""
-        return Statement(f"SELECT * FROM {self._s}.takeover_jobs($1::uuid[])", (list(ids),), _ids)
+        return Statement(
+            "takeover_jobs",
+            f"SELECT * FROM {self._s}.takeover_jobs($1::uuid[])",
+            (list(ids),),
+            _ids,
+        )
 
     def enqueue_and_claim(
         self,
@@ -139,6 +152,7 @@ class WorkerStatements(Statements):
     ) -> Statement[tuple[UUID, UUID | None]]:
         """Enqueue one job and claim it: (id, fence), with no fence if the key was taken."""
         return Statement(
+            "enqueue_and_claim",
             f"SELECT id, lease_id FROM {self._s}.enqueue_and_claim($1::text::jsonb, $2::text, "
             "$3::interval, $4::interval, $5::uuid)",
             (job, worker_id, lease, idempotency_ttl, lease_id),
@@ -154,6 +168,7 @@ class WorkerStatements(Statements):
     ) -> Statement[list[UUID]]:
         """Append events to jobs that their handlers have completed themselves."""
         return Statement(
+            "add_late_events",
             f"SELECT * FROM {self._s}.add_late_events($1::uuid[], $2::uuid[], $3::text[], "
             "$4::text[]::jsonb[])",
             (list(ids), list(lease_ids), list(kinds), list(datas)),
@@ -163,6 +178,7 @@ class WorkerStatements(Statements):
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
         """Ask to be told of changes to jobs."""
         return Statement(
+            "watch_jobs",
             f"SELECT {self._s}.watch_jobs($1::text, $2::uuid[], $3::interval)",
             (watcher, list(ids), duration),
             _nothing,
@@ -171,5 +187,8 @@ class WorkerStatements(Statements):
     def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
         """Stop being told."""
         return Statement(
-            f"SELECT {self._s}.unwatch_jobs($1::text, $2::uuid[])", (watcher, list(ids)), _nothing
+            "unwatch_jobs",
+            f"SELECT {self._s}.unwatch_jobs($1::text, $2::uuid[])",
+            (watcher, list(ids)),
+            _nothing,
         )

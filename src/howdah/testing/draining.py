@@ -244,6 +244,7 @@ def _settle(schema: str) -> Statement[None]:
     SET CONSTRAINTS would too, but with it all deferred constraints of the caller's own."""
     s = quote_schema(schema)
     return Statement(
+        "settle_key",
         f"SELECT count({s}.settle_key(k.ordering_key)) FROM ("
         f"SELECT j.ordering_key FROM {s}.live_jobs AS j WHERE j.ordering_key IS NOT NULL "
         "GROUP BY j.ordering_key HAVING NOT bool_or(j.holds_key)) AS k",
@@ -256,6 +257,7 @@ def _lanes(schema: str, types: Sequence[str]) -> Statement[list[str]]:
     """The queues that have something for these tasks, their lanes made where they are missing."""
     s = quote_schema(schema)
     return Statement(
+        "add_lane",
         f"SELECT p.queue, {s}.add_lane(p.queue, p.job_type, p.priority, t.twin) "
         f"FROM {s}.pending_lanes() AS p, (VALUES (false), (true)) AS t (twin) "
         "WHERE p.job_type = ANY ($1::text[])",
@@ -268,6 +270,7 @@ def _hasten(schema: str, types: Sequence[str], queues: Sequence[str] | None) -> 
     """Make scheduled jobs due, in the order in which they would have been."""
     s = quote_schema(schema)
     return Statement(
+        "hasten",
         f"WITH later AS (SELECT j.id, row_number() OVER (ORDER BY j.run_at DESC, j.id DESC) AS n "
         f"FROM {s}.live_jobs AS j "
         "WHERE j.status = 'pending' AND j.run_at > clock_timestamp() "

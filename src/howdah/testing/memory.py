@@ -28,7 +28,7 @@ from howdah.outcome import (
     Released,
     Settled,
 )
-from howdah.protocol.operations import _many, to_id
+from howdah.protocol.operations import to_id, to_refs
 from howdah.testing.running import make_context, pass_on_interrupt
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class MemoryQueue:
     def cancel(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> dict[UUID, str]:
         """Cancel jobs that wait, and stop those that run at their next report."""
         answer = {}
-        for entry in map(self.memory.entry, _many(job)):
+        for entry in map(self.memory.entry, to_refs(job)):
             if entry.context is not None:
                 entry.context.abort = "cancelled"
                 answer[entry.job.id] = "cancelling"

@@ -151,7 +151,7 @@ class Completer:
         if last_try:
             self._forget(group, set())  # its lease will end and the job come back
         else:
-            last = Failed(payload.describe_error(error), None, None)
+            last = Failed(payload.format_error(error), None, None)
             await self._send([(run, last)], last_try=True)
 
     def _statement(self, group: Sequence[Finished]) -> Statement[list[UUID]]:

@@ -288,7 +288,7 @@ class Slots:
             return Released(1.0, str(error))
         except Exception as error:
             logger.exception("a slot failed", extra={"job_id": str(run.id)})
-            return Failed(payload.describe_error(error), None, 10.0)
+            return Failed(payload.format_error(error), None, 10.0)
         finally:
             # A cancellation of this slot was about the job that has ended now.
             while run.abort is not None and slot is not None and slot.cancelling():

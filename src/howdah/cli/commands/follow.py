@@ -43,11 +43,11 @@ class LookingStatements(WorkerStatements):
 
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
         """Nothing."""
-        return Statement("SELECT 1", (), lambda rows: None)
+        return Statement("watch_jobs", "SELECT 1", (), lambda rows: None)
 
     def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
         """Nothing."""
-        return Statement("SELECT 1", (), lambda rows: None)
+        return Statement("unwatch_jobs", "SELECT 1", (), lambda rows: None)
 
 
 def follow(
