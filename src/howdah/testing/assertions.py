@@ -13,7 +13,7 @@ from howdah.encoding import payload, validation
 from howdah.encoding.arguments import to_json
 from howdah.errors import InvalidJob, InvalidOption, did_you_mean
 from howdah.protocol.statements import Filters, Statement
-from howdah.testing.memory import MemoryQueue
+from howdah.testing.inlining import inline_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,15 +62,15 @@ def _statement(task: Task[..., Any]) -> Statement[list[Job]]:
 
 
 def _jobs(task: Task[..., Any]) -> list[Job]:
-    queue: Any = task.app.queue
-    if isinstance(queue, MemoryQueue):
-        return [entry.job for entry in queue.memory.all()]
+    log = inline_log(task.app)
+    if log is not None:
+        return log.jobs
     found: list[Job] = task.app.backend.run(_statement(task), task._call.get("conn"))
     return found[::-1]
 
 
 async def _ajobs(task: Task[..., Any]) -> list[Job]:
-    if isinstance(task.app.queue, MemoryQueue):
+    if inline_log(task.app) is not None:
         return _jobs(task)
     return (await task.app.abackend.run(_statement(task), task._call.get("conn")))[::-1]
 

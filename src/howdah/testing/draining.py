@@ -7,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from howdah.encoding import validation
 from howdah.errors import HowdahError
@@ -29,13 +28,11 @@ from howdah.protocol.statements import Statement
 from howdah.testing import running
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
     from uuid import UUID
 
     from howdah.app import App
-    from howdah.context import Context
     from howdah.model import Job
-    from howdah.task import Task
 
 LEASE = timedelta(hours=1)
 
@@ -68,20 +65,7 @@ def drain(
     through this app. `resources` is what handlers find in `ctx.resources`."""
     steps = _steps(app, queues, with_scheduled, limit, resources)
     with _joined(app, conn):
-        answer, error = None, None
-        while True:
-            try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                return _result(stop.value)
-            answer = error = None
-            try:
-                if isinstance(step, Statement):
-                    answer = app.backend.run(step)
-                else:
-                    answer = running.run(*step)
-            except Exception as raised:
-                error = raised
+        return _result(running.drive(steps, app.backend.run))
 
 
 async def adrain(
@@ -96,20 +80,7 @@ async def adrain(
     """`drain`, awaited. Async tasks run in this event loop, others in a thread."""
     steps = _steps(app, queues, with_scheduled, limit, resources)
     with _ajoined(app, conn):
-        answer, error = None, None
-        while True:
-            try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                return _result(stop.value)
-            answer = error = None
-            try:
-                if isinstance(step, Statement):
-                    answer = await app.abackend.run(step)
-                else:
-                    answer = await running.arun(*step)
-            except Exception as raised:
-                error = raised
+        return _result(await running.drive_async(steps, app.abackend.run))
 
 
 def _result(ended: list[tuple[str, str | None]]) -> DrainResult:
@@ -119,10 +90,6 @@ def _result(ended: list[tuple[str, str | None]]) -> DrainResult:
 
 # ── the steps ─────────────────────────────────────────────────────────────────────────────────────
 
-Steps: TypeAlias = Generator[
-    "Statement[Any] | tuple[Task[..., Any], Context]", Any, "list[tuple[str, str | None]]"
-]
-
 
 def _steps(
     app: App,
@@ -130,7 +97,7 @@ def _steps(
     with_scheduled: bool,
     limit: int,
     resources: Mapping[str, Any] | None,
-) -> Steps:
+) -> running.Steps[list[tuple[str, str | None]]]:
     wanted = None if queues is None else [queues] if isinstance(queues, str) else list(queues)
     types = list(app.tasks)
     ended: list[tuple[str, str | None]] = []

@@ -5,18 +5,64 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from howdah.context import Context, Sink
 from howdah.execution.handler import aexecute, execute
 from howdah.outcome import Failed, Outcome
+from howdah.protocol.statements import Statement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from howdah.model import Job
     from howdah.task import Task
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator["Statement[Any] | tuple[Task[..., Any], Context]", Any, T]
+"""Statements to send and handlers to run, one after the other. Each answer or outcome is sent back."""
+
+
+def drive(steps: Steps[T], send: Callable[[Statement[Any]], Any] | None = None) -> T:
+    """Take the steps from sync code, and return the value of the generator."""
+    answer, error = None, None
+    while True:
+        try:
+            step = steps.send(answer) if error is None else steps.throw(error)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        answer = error = None
+        try:
+            if not isinstance(step, Statement):
+                answer = run(*step)
+            elif send is not None:
+                answer = send(step)
+        except Exception as raised:
+            error = raised
+
+
+async def drive_async(
+    steps: Steps[T], send: Callable[[Statement[Any]], Awaitable[Any]] | None = None
+) -> T:
+    """Take the steps from async code, and return the value of the generator."""
+    answer, error = None, None
+    while True:
+        try:
+            step = steps.send(answer) if error is None else steps.throw(error)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        answer = error = None
+        try:
+            if not isinstance(step, Statement):
+                answer = await arun(*step)
+            elif send is not None:
+                answer = await send(step)
+        except Exception as raised:
+            error = raised
 
 
 def make_context(
