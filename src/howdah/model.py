@@ -49,7 +49,7 @@ class Status(StrEnum):
 FINAL = frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED})
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, dict=False):
+class Job(msgspec.Struct, frozen=True):
     """A job as it was when it was read. One that comes from `claim` carries its fence, `lease_id`.
 
     The fields are the columns of the relation `jobs`, in its order.
@@ -105,7 +105,7 @@ class Claim(msgspec.Struct, frozen=True):
     lease_id: UUID
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True):
     """One entry of a job's durable stream of events, oldest first by `event_id`."""
 
     job_id: UUID

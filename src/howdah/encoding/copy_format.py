@@ -1,44 +1,46 @@
-"""Jobs as COPY reads them in its text format: half the work of JSON, for the server and for us."""
+"""Jobs in the text format of COPY: half the work of JSON, for the server and for the client."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
 
+from howdah.model import NewJob
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_COMMON = (
-    "job_type", "queue", "priority", "max_attempts", "request_id", "traceparent", "keep",
-)  # fmt: skip
-_DEFAULTS = {"queue": "default", "priority": 100, "max_attempts": 3}
+# COPY writes columns as they are. For these, `enqueue_jobs` computes a due time or looks up a key.
+_NOT_COPIED = {"run_at", "delay", "idempotency_key", "ordering_key"}
+_COMMON = tuple(field for field in NewJob.__struct_fields__ if field not in {*_NOT_COPIED, "data"})
+_DEFAULTS = NewJob(job_type="")
 COLUMNS = ("id", "data", *_COMMON)
 """The columns that `encode_lines` fills. A job with other fields is not copied."""
 
 
 def encode_lines(jobs: Iterable[Mapping[str, Any]]) -> bytes:
-    """Encoded jobs as COPY reads them in its text format, one on each line."""
+    """Encoded jobs in the text format of COPY, one per line."""
     lines = []
     for job in jobs:
         data = bytes(job["data"])
         if b"\\" in data:
             data = data.replace(b"\\", b"\\\\")
-        common = _common(*map(job.get, _COMMON))
+        common = _encode_common(*map(job.get, _COMMON))
         lines.append(b"%032x\t%b\t%b" % (job["id"].int, data, common))
     return b"".join(lines)
 
 
 @functools.lru_cache(maxsize=1024)
-def _common(*values: str | int | None) -> bytes:
-    """The end of a line, which the jobs of one task have in common."""
+def _encode_common(*values: str | int | None) -> bytes:
+    """The end of a line, which is the same for most jobs of one task."""
     filled = (
-        _DEFAULTS.get(name) if each is None else each
+        getattr(_DEFAULTS, name) if each is None else each
         for name, each in zip(_COMMON, values, strict=True)
     )
-    return b"\t".join(map(_copied, filled)) + b"\n"
+    return b"\t".join(map(_encode_value, filled)) + b"\n"
 
 
-def _copied(value: object) -> bytes:
+def _encode_value(value: object) -> bytes:
     if value is None:
         return b"\\N"
     text = str(value)

@@ -14,12 +14,11 @@ import msgspec
 
 from howdah.encoding import validation
 from howdah.errors import InvalidJob, InvalidOption, PayloadTooLarge
+from howdah.model import NewJob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from uuid import UUID
-
-    from howdah.model import NewJob, Seconds
 
 DATA_LIMIT = 64 * 1024
 RESULT_LIMIT = 64 * 1024
@@ -196,7 +195,7 @@ def _spell_floats(value: Any) -> Any:
 
 def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, Any]:
     """A checked job as the object that `enqueue_jobs` reads."""
-    common = (job.job_type, job.queue, job.priority, job.max_attempts, job.keep)
+    common = _common(job)
     try:
         fields = _encode_common(*common).copy()
     except TypeError:  # something that has no hash, and is refused for it
@@ -218,23 +217,32 @@ def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, 
     return fields
 
 
+# Checks of the fields that the jobs of one task have in common, and their encoding.
+_COMMON_FIELDS: dict[str, Callable[[Any, str], Any]] = {
+    "job_type": validation.check_name,
+    "queue": validation.check_name,
+    "priority": lambda value, field: validation.check_integer(value, field, *PRIORITY_RANGE),
+    "max_attempts": lambda value, field: validation.check_integer(
+        value, field, 1, MAX_ATTEMPTS_LIMIT
+    ),
+    "keep": lambda value, field: f"{validation.to_seconds(value, field):f} seconds",
+}
+_common = operator.attrgetter(*_COMMON_FIELDS)
+_DEFAULTS = NewJob(job_type="")
+
+
 @functools.lru_cache(maxsize=256, typed=True)
-def _encode_common(
-    job_type: str, queue: str, priority: int, max_attempts: int, keep: Seconds | None
-) -> dict[str, Any]:
-    """What the jobs of one task have in common, checked once."""
-    fields: dict[str, Any] = {"job_type": validation.check_name(job_type, "job_type")}
-    # The database has the same defaults; what is not sent need not be parsed.
-    if validation.check_name(queue, "queue") != "default":
-        fields["queue"] = queue
-    if (number := validation.check_integer(priority, "priority", *PRIORITY_RANGE)) != 100:
-        fields["priority"] = number
-    if (
-        number := validation.check_integer(max_attempts, "max_attempts", 1, MAX_ATTEMPTS_LIMIT)
-    ) != 3:
-        fields["max_attempts"] = number
-    if keep is not None:
-        fields["keep"] = f"{validation.to_seconds(keep, 'keep'):f} seconds"
+def _encode_common(*values: Any) -> dict[str, Any]:
+    """The common fields, checked once for all jobs with the same values. A value that is the default is
+    left out, because the database has the same defaults and need not parse it."""
+    fields: dict[str, Any] = {}
+    for (field, check), value in zip(_COMMON_FIELDS.items(), values, strict=True):
+        default = getattr(_DEFAULTS, field)
+        if value is None and default is None:
+            continue
+        encoded = check(value, field)
+        if encoded != default:
+            fields[field] = encoded
     return fields
 
 

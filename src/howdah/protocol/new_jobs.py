@@ -25,6 +25,7 @@ CHUNK_JOBS = 200  # jobs that are encoded at a time; a COPY of fewer costs more 
 COPY_JOBS = 20_000
 _PLAIN = frozenset(copy_format.COLUMNS)
 
+_DEFAULTS = NewJob(job_type="")
 _NEW_JOB_FIELDS = NewJob.__struct_fields__
 
 
@@ -175,7 +176,11 @@ class Bulk:
 
 
 def _lane(job: Mapping[str, Any]) -> tuple[str, str, int]:
-    return job.get("queue", "default"), job["job_type"], job.get("priority", 100)
+    return (
+        job.get("queue", _DEFAULTS.queue),
+        job["job_type"],
+        job.get("priority", _DEFAULTS.priority),
+    )
 
 
 def refuse_unknown(unknown: Iterable[Any], known: Iterable[str]) -> None:

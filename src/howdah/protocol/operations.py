@@ -7,7 +7,7 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NO_FILTERS = Filters()
+FIND_OPTIONS = tuple(each.name for each in fields(Filters) if each.name != "ids")
 REMEMBERED = 100_000
 
 
@@ -252,17 +254,18 @@ class Operations(NewJobs):
         **options: Any,
     ) -> Statement[list[Job]]:
         """Jobs that match, newest first."""
-        known = ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data")
         for name in unknown:
-            raise InvalidOption.unknown(name, (*known, "limit", "before"), "filter")
+            raise InvalidOption.unknown(name, (*FIND_OPTIONS, "limit"), "filter")
         validation.check_option(validation.check_integer, limit, "limit", 1, 10_000)
-        for name in ("status", "job_type", "queue"):
-            options[name] = () if options[name] is None else _texts(options[name], name)
+        for name, value in options.items():
+            if getattr(_NO_FILTERS, name) == ():
+                options[name] = () if value is None else _texts(value, name)
+            else:
+                _names(**{name: value})
+        options["status"] = [str(status) for status in options["status"]]
         for status in options["status"]:
             if status not in set(Status):
                 raise InvalidOption.unknown(status, Status, "status")
-        for name in ("request_id", "ordering_key", "worker_id"):
-            _names(**{name: options[name]})
         filters = Filters(
             data=None if data is None else _contained(data),
             before=None if before is None else to_id(before),

@@ -7,16 +7,17 @@ asyncpg and psycopg; every parameter is cast, so no driver has to guess."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from uuid import UUID
 
-from howdah.encoding import copy_format, payload
+from howdah.encoding import copy_format
 from howdah.model import Event, Handle, Job, Status
+from howdah.protocol.columns import first_value, ids_of, row_decoder, select_list
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
-    from uuid import UUID
 
 T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[Sequence[Any]]
@@ -56,61 +57,39 @@ class Statement(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Which jobs `find` shows. Empty means any."""
+    """Which jobs `find` returns: each filter with its SQL condition. None and () match every job."""
 
-    status: Sequence[str] = ()
-    job_type: Sequence[str] = ()
-    queue: Sequence[str] = ()
-    ids: Sequence[UUID] = ()
-    request_id: str | None = None
-    ordering_key: str | None = None
-    worker_id: str | None = None
-    data: str | None = None
-    before: UUID | None = None
+    status: Sequence[str] = field(default=(), metadata={"sql": "status = ANY ({}::text[])"})
+    job_type: Sequence[str] = field(default=(), metadata={"sql": "job_type = ANY ({}::text[])"})
+    queue: Sequence[str] = field(default=(), metadata={"sql": "queue = ANY ({}::text[])"})
+    ids: Sequence[UUID] = field(default=(), metadata={"sql": "id = ANY ({}::uuid[])"})
+    request_id: str | None = field(default=None, metadata={"sql": "request_id = {}::text"})
+    ordering_key: str | None = field(default=None, metadata={"sql": "ordering_key = {}::text"})
+    worker_id: str | None = field(default=None, metadata={"sql": "worker_id = {}::text"})
+    data: str | None = field(default=None, metadata={"sql": "data @> {}::text::jsonb"})
+    before: UUID | None = field(default=None, metadata={"sql": "id < {}::uuid"})
 
-
-_COLUMNS = (
-    "id, seq, queue, job_type, priority, status, data::text, progress, current_stage, events_count, "
-    "worker_id, lease_id, lease_expires_at, claims, claimed_at, run_at, created_at, started_at, "
-    "completed_at, attempts, max_attempts, last_error, request_id, traceparent, idempotency_key, "
-    "ordering_key, holds_key, blockers, cancel_requested, keep, result::text"
-)
-
-
-def _job(row: Sequence[Any]) -> Job:
-    (job_id, seq, queue, job_type, priority, status, data, progress, stage, events, worker, lease_id,
-     expires, claims, claimed, run_at, created, started, completed, attempts, max_attempts, error,
-     request_id, traceparent, idempotency_key, ordering_key, holds, blockers, cancel, keep,
-     result) = row  # fmt: skip
-    return Job(
-        id=job_id, seq=seq, queue=queue, job_type=job_type, priority=priority, status=_STATUS[status],
-        data=payload.decode(data), progress=progress, current_stage=stage, events_count=events,
-        worker_id=worker, lease_id=lease_id, lease_expires_at=expires, claims=claims,
-        claimed_at=claimed, run_at=run_at, created_at=created, started_at=started,
-        completed_at=completed, attempts=attempts, max_attempts=max_attempts, last_error=error,
-        request_id=request_id, traceparent=traceparent, idempotency_key=idempotency_key,
-        ordering_key=ordering_key, holds_key=holds, blockers=blockers, cancel_requested=cancel,
-        keep=keep, result=None if result is None else payload.decode(result),
-    )  # fmt: skip
+    def where(self) -> tuple[str, list[Any]]:
+        """The WHERE clause, empty if every job matches, and its parameters."""
+        conditions: list[str] = []
+        values: list[Any] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value in (None, (), []):
+                continue
+            values.append(value if isinstance(value, str | UUID) else list(value))
+            conditions.append(each.metadata["sql"].format(f"${len(values)}"))
+        return f"WHERE {' AND '.join(conditions)} " if conditions else "", values
 
 
-_STATUS = {str(status): status for status in Status}
+_JOB_COLUMNS = select_list(Job)
+_EVENT_COLUMNS = select_list(Event)
+_job = row_decoder(Job)
+_event = row_decoder(Event)
 
 
 def _jobs(rows: Rows) -> list[Job]:
     return [_job(row) for row in rows]
-
-
-def _ids(rows: Rows) -> list[UUID]:
-    return [row[0] for row in rows]
-
-
-def _value(rows: Rows) -> Any:
-    return rows[0][0]
-
-
-def _nothing(rows: Rows) -> None:
-    return None
 
 
 class Statements:
@@ -166,7 +145,7 @@ class Statements:
         """Claim up to `batch_size` due jobs, best first."""
         return Statement(
             "claim_job_batch",
-            f"SELECT {_COLUMNS} FROM {self._s}.claim_job_batch($1::text, $2::text[], $3::int, "
+            f"SELECT {_JOB_COLUMNS} FROM {self._s}.claim_job_batch($1::text, $2::text[], $3::int, "
             "$4::interval, $5::text[], $6::boolean, $7::boolean)",
             (
                 worker_id,
@@ -202,8 +181,8 @@ class Statements:
             "complete_jobs",
             text,
             (*lists, False),
-            _ids,
-            lambda: Statement("complete_jobs", text, (*lists, True), _ids),
+            ids_of,
+            lambda: Statement("complete_jobs", text, (*lists, True), ids_of),
         )
 
     def fail_jobs(
@@ -231,7 +210,7 @@ class Statements:
                 None if elapsed is None else list(elapsed),
                 None if tracebacks is None else list(tracebacks),
             ),
-            _ids,
+            ids_of,
         )
 
     def release_jobs(
@@ -242,7 +221,7 @@ class Statements:
             "release_jobs",
             f"SELECT * FROM {self._s}.release_jobs($1::uuid[], $2::uuid[], $3::interval)",
             (list(ids), list(lease_ids), delay),
-            _ids,
+            ids_of,
         )
 
     def extend_jobs(
@@ -267,7 +246,7 @@ class Statements:
             "start_jobs",
             f"SELECT * FROM {self._s}.start_jobs($1::uuid[], $2::uuid[])",
             (list(ids), list(lease_ids)),
-            _ids,
+            ids_of,
         )
 
     def report_progress(
@@ -299,7 +278,7 @@ class Statements:
             f"SELECT * FROM {self._s}.add_events($1::uuid[], $2::uuid[], $3::text[], "
             "$4::text[]::jsonb[])",
             (list(ids), list(lease_ids), list(kinds), list(datas)),
-            _ids,
+            ids_of,
         )
 
     def recover_stale_jobs(self, timeout: timedelta | None, limit: int) -> Statement[int]:
@@ -308,7 +287,7 @@ class Statements:
             "recover_stale_jobs",
             f"SELECT {self._s}.recover_stale_jobs($1::interval, $2::int)",
             (timeout, limit),
-            _value,
+            first_value,
         )
 
     def cancel_jobs(self, ids: Sequence[UUID]) -> Statement[dict[UUID, str]]:
@@ -323,7 +302,7 @@ class Statements:
     def retry_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Reopen finished jobs."""
         return Statement(
-            "retry_jobs", f"SELECT * FROM {self._s}.retry_jobs($1::uuid[])", (list(ids),), _ids
+            "retry_jobs", f"SELECT * FROM {self._s}.retry_jobs($1::uuid[])", (list(ids),), ids_of
         )
 
     def pending_count(self, queue: str | None, job_type: str | None) -> Statement[int]:
@@ -332,7 +311,7 @@ class Statements:
             "pending_count",
             f"SELECT {self._s}.pending_count($1::text, $2::text)",
             (queue, job_type),
-            _value,
+            first_value,
         )
 
     def counts(self, queue: str | None, job_type: str | None) -> Statement[dict[Status, int]]:
@@ -343,50 +322,25 @@ class Statements:
             "WHERE ($1::text IS NULL OR queue = $1::text) "
             "AND ($2::text IS NULL OR job_type = $2::text) GROUP BY status",
             (queue, job_type),
-            lambda rows: dict.fromkeys(Status, 0) | {_STATUS[row[0]]: row[1] for row in rows},
+            lambda rows: dict.fromkeys(Status, 0) | {Status(row[0]): row[1] for row in rows},
         )
 
     def get(self, job_id: UUID) -> Statement[Job | None]:
         """One job, live or finished."""
         return Statement(
             "get",
-            f"SELECT {_COLUMNS} FROM {self._s}.jobs WHERE id = $1::uuid",
+            f"SELECT {_JOB_COLUMNS} FROM {self._s}.jobs WHERE id = $1::uuid",
             (job_id,),
             lambda rows: _job(rows[0]) if rows else None,
         )
 
     def find(self, filters: Filters, limit: int) -> Statement[list[Job]]:
         """Jobs that match, newest first, from `before` on."""
-        conditions: list[str] = []
-        values: list[Any] = []
-
-        def add(condition: str, value: Any) -> None:
-            values.append(value)
-            conditions.append(condition.format(f"${len(values)}"))
-
-        if filters.status:
-            add("status = ANY ({}::text[])", [str(status) for status in filters.status])
-        if filters.job_type:
-            add("job_type = ANY ({}::text[])", list(filters.job_type))
-        if filters.queue:
-            add("queue = ANY ({}::text[])", list(filters.queue))
-        if filters.ids:
-            add("id = ANY ({}::uuid[])", list(filters.ids))
-        if filters.request_id is not None:
-            add("request_id = {}::text", filters.request_id)
-        if filters.ordering_key is not None:
-            add("ordering_key = {}::text", filters.ordering_key)
-        if filters.worker_id is not None:
-            add("worker_id = {}::text", filters.worker_id)
-        if filters.data is not None:
-            add("data @> {}::text::jsonb", filters.data)
-        if filters.before is not None:
-            add("id < {}::uuid", filters.before)
-        where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
+        where, values = filters.where()
         values.append(limit)
         return Statement(
             "find",
-            f"SELECT {_COLUMNS} FROM {self._s}.jobs {where}ORDER BY id DESC LIMIT ${len(values)}::int",
+            f"SELECT {_JOB_COLUMNS} FROM {self._s}.jobs {where}ORDER BY id DESC LIMIT ${len(values)}::int",
             tuple(values),
             _jobs,
         )
@@ -395,20 +349,10 @@ class Statements:
         """A job's events, oldest first, from behind `after` on."""
         return Statement(
             "events",
-            f"SELECT job_id, event_id, at, attempt, kind, data::text FROM {self._s}.job_events "
+            f"SELECT {_EVENT_COLUMNS} FROM {self._s}.job_events "
             "WHERE job_id = $1::uuid AND event_id > $2::bigint ORDER BY event_id",
             (job_id, after),
-            lambda rows: [
-                Event(
-                    job_id=row[0],
-                    event_id=row[1],
-                    at=row[2],
-                    attempt=row[3],
-                    kind=row[4],
-                    data=payload.decode(row[5]),
-                )
-                for row in rows
-            ],
+            lambda rows: [_event(row) for row in rows],
         )
 
     def clear_finished(self, older_than: timedelta, statuses: Sequence[str]) -> Statement[int]:
@@ -417,14 +361,14 @@ class Statements:
             "clear_finished",
             f"SELECT {self._s}.clear_finished($1::interval, $2::text[])",
             (older_than, [str(status) for status in statuses]),
-            _value,
+            first_value,
             timeout=LONG_TIMEOUT_SECONDS,
         )
 
     def remove_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
         """Remove finished jobs by id; those that were removed come back."""
         return Statement(
-            "remove_jobs", f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), _ids
+            "remove_jobs", f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), ids_of
         )
 
     def run_maintenance(

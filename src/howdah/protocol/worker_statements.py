@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import msgspec
 
+from howdah.protocol.columns import ids_of, nothing, select_list
 from howdah.protocol.statements import Statement, Statements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime, timedelta
-    from uuid import UUID
-
-    from howdah.protocol.statements import Rows
-
-
-def _ids(rows: Rows) -> list[UUID]:
-    return [row[0] for row in rows]
-
-
-def _nothing(rows: Rows) -> None:
-    return None
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -42,6 +33,11 @@ class Claimed(msgspec.Struct, frozen=True):
     """Seconds from due to claimed, by the database's clock."""
 
 
+_CLAIMED_COLUMNS = select_list(
+    Claimed, data="data::text", waited="extract(epoch FROM claimed_at - run_at)::float8"
+)
+
+
 class WorkerStatements(Statements):
     """The operations on one schema, those of workers included."""
 
@@ -58,10 +54,7 @@ class WorkerStatements(Statements):
         undoes never was, and its fence is refused. Every other statement commits durably."""
         return Statement(
             "claim_job_batch",
-            "SELECT id, lease_id, job_type, queue, data::text, attempts, max_attempts, claims, "
-            "request_id, traceparent, idempotency_key, "
-            "extract(epoch FROM claimed_at - run_at)::float8 "
-            "FROM set_config('synchronous_commit', 'off', true), "
+            f"SELECT {_CLAIMED_COLUMNS} FROM set_config('synchronous_commit', 'off', true), "
             f"{self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
             "false, $6::boolean)",
             (worker_id, list(job_types), batch_size, lease, list(queues), ignore_heads),
@@ -95,7 +88,7 @@ class WorkerStatements(Statements):
             f"SELECT {self._s}.register_worker($1::text, $2::text, $3::int, $4::text[], $5::text[], "
             "$6::int[], $7::jsonb)",
             (worker_id, host, pid, list(queues), list(job_types), list(priorities), info),
-            _nothing,
+            nothing,
         )
 
     def touch_worker(self, worker_id: str, idle: bool | None, info: str | None) -> Statement[None]:
@@ -104,7 +97,7 @@ class WorkerStatements(Statements):
             "touch_worker",
             f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb)",
             (worker_id, idle, info),
-            _nothing,
+            nothing,
         )
 
     def beat_worker(self, worker_id: str, info: str, counts: str | None) -> Statement[None]:
@@ -113,13 +106,13 @@ class WorkerStatements(Statements):
             "beat_worker",
             f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb)",
             (worker_id, info, counts),
-            _nothing,
+            nothing,
         )
 
     def remove_worker(self, worker_id: str) -> Statement[None]:
         """Say that a worker is gone."""
         return Statement(
-            "remove_worker", f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), _nothing
+            "remove_worker", f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), nothing
         )
 
     def stop_jobs(
@@ -130,7 +123,7 @@ class WorkerStatements(Statements):
             "stop_jobs",
             f"SELECT * FROM {self._s}.stop_jobs($1::uuid[], $2::uuid[], $3::text[])",
             (list(ids), list(lease_ids), list(reasons)),
-            _ids,
+            ids_of,
         )
 
     def takeover_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
@@ -139,7 +132,7 @@ class WorkerStatements(Statements):
             "takeover_jobs",
             f"SELECT * FROM {self._s}.takeover_jobs($1::uuid[])",
             (list(ids),),
-            _ids,
+            ids_of,
         )
 
     def enqueue_and_claim(
@@ -172,7 +165,7 @@ class WorkerStatements(Statements):
             f"SELECT * FROM {self._s}.add_late_events($1::uuid[], $2::uuid[], $3::text[], "
             "$4::text[]::jsonb[])",
             (list(ids), list(lease_ids), list(kinds), list(datas)),
-            _ids,
+            ids_of,
         )
 
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
@@ -181,7 +174,7 @@ class WorkerStatements(Statements):
             "watch_jobs",
             f"SELECT {self._s}.watch_jobs($1::text, $2::uuid[], $3::interval)",
             (watcher, list(ids), duration),
-            _nothing,
+            nothing,
         )
 
     def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
@@ -190,5 +183,5 @@ class WorkerStatements(Statements):
             "unwatch_jobs",
             f"SELECT {self._s}.unwatch_jobs($1::text, $2::uuid[])",
             (watcher, list(ids)),
-            _nothing,
+            nothing,
         )
