@@ -22,11 +22,11 @@ from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
     Completed,
+    CompletedByHandler,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
 )
 from howdah.protocol.operations import _many, to_id
 from howdah.testing.running import make_context, pass_on_interrupt
@@ -167,7 +167,7 @@ class Memory:
             case Completed(result):
                 value = None if result is None else payload.decode(result)
                 entry.end(Status.COMPLETED, result=value, progress=100)
-            case Settled() if entry.completion is not None:
+            case CompletedByHandler() if entry.completion is not None:
                 entry.end(Status.COMPLETED, result=entry.completion[0], progress=100)
             case Released(delay):
                 due = _now() + timedelta(seconds=delay)
@@ -181,7 +181,7 @@ class Memory:
             case Failed(error, traceback, retry_in, cause):
                 entry.cause = cause
                 self._fail(entry, error, traceback, again=retry_in is not None)
-            case Settled():
+            case CompletedByHandler():
                 self._fail(entry, NOT_COMMITTED, None, again=True)
             case Lost():
                 self._fail(entry, "the handler says that its lease was lost", None, again=True)
