@@ -51,11 +51,11 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The handler completed the job itself, in its own transaction. Nothing is left to write."""
+class CompletedByHandler:
+    """The handler completed the job in its own transaction. Nothing is left to write."""
 
 
-Outcome: TypeAlias = Completed | Failed | Released | Cancelled | Lost | Settled
+Outcome: TypeAlias = Completed | Failed | Released | Cancelled | Lost | CompletedByHandler
 
 NOT_COMMITTED = (
     "the handler returned, and the transaction that was to complete the job did not commit"

@@ -21,12 +21,12 @@ from howdah.outcome import (
     Cancel,
     Cancelled,
     Completed,
+    CompletedByHandler,
     Fail,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
     Snooze,
 )
 
@@ -128,7 +128,7 @@ def _entered(context: Context) -> Iterator[None]:
 
 def _succeeded(task: Task[..., Any], context: Context, value: Any) -> Outcome:
     if context.settled:
-        return Settled()
+        return CompletedByHandler()
     if value is None:
         return _NOTHING
     try:

@@ -21,11 +21,11 @@ from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
     Completed,
+    CompletedByHandler,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
 )
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class _Attempt:
                 statement = statements.fail_jobs(
                     ids, leases, [error], [None], [pause], tracebacks=[trace]
                 )
-            case Settled():
+            case CompletedByHandler():
                 # Refused if the handler's transaction committed; else the attempt has failed.
                 again = validation.to_timedelta(1, "retry")
                 statement = statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [again])
@@ -160,9 +160,9 @@ class _Attempt:
         """Write the outcome, and give the result or raise what the caller should see."""
         accepted = self.write(outcome)
         match outcome:
-            case Settled() if accepted:
+            case CompletedByHandler() if accepted:
                 raise HowdahError(f"job {self._claim.id}: {NOT_COMMITTED}.")
-            case Settled():
+            case CompletedByHandler():
                 pass
             case _ if not accepted:
                 raise LeaseLost([self._claim.id]) from getattr(outcome, "cause", None)

@@ -17,11 +17,11 @@ from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
     Completed,
+    CompletedByHandler,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
 )
 from howdah.protocol.schema_name import quote_schema
 from howdah.protocol.statements import Statement
@@ -137,7 +137,7 @@ def _run(app: App, job: Job, resources: Mapping[str, Any] | None) -> Generator[A
 
 def _state(outcome: Outcome, accepted: bool, after: Job | None) -> tuple[str, str | None]:
     match outcome:
-        case Settled() if not accepted:
+        case CompletedByHandler() if not accepted:
             return "completed", None  # by its handler
         case _ if not accepted:
             return "lost", None
@@ -158,7 +158,7 @@ def _acknowledge(app: App, job: Job, outcome: Outcome) -> Statement[list[UUID]]:
             return statements.fail_jobs(
                 ids, leases, [error], [None], [pause], tracebacks=[traceback]
             )
-        case Settled():
+        case CompletedByHandler():
             # Refused if the handler's transaction committed; else the attempt has failed.
             pause = validation.to_timedelta(1, "retry")
             return statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [pause])
@@ -199,7 +199,7 @@ class _Reports:
             n = len(self._events)
             kinds, datas = [kind for kind, _ in self._events], [data for _, data in self._events]
             yield app.statements.add_events(ids * n, leases * n, kinds, datas)
-            if isinstance(outcome, Settled):
+            if isinstance(outcome, CompletedByHandler):
                 yield app.statements.add_late_events(ids * n, leases * n, kinds, datas)
 
 

@@ -24,7 +24,16 @@ from howdah.encoding import payload
 from howdah.errors import HowdahError, JobFailed, JobNotFound, TaskInFlight
 from howdah.execution.watch import Change
 from howdah.model import Event, Handle, Job, Status
-from howdah.outcome import NOT_COMMITTED, Cancelled, Completed, Failed, Lost, Outcome, Released
+from howdah.outcome import (
+    NOT_COMMITTED,
+    Cancelled,
+    Completed,
+    CompletedByHandler,
+    Failed,
+    Lost,
+    Outcome,
+    Released,
+)
 from howdah.protocol.operations import to_id, to_refs
 from howdah.protocol.statements import Statement
 from howdah.task import TaskHandle
@@ -282,7 +291,7 @@ class _Entry:
                 self._fail(error, traceback, retry=retry_in is not None)
             case Lost():
                 self._fail("the handler reported that its lease was lost")
-            case _:  # completed by the handler, in a transaction that inline mode cannot have
+            case CompletedByHandler():  # which inline mode does not offer
                 self._fail(NOT_COMMITTED)
         return not self.job.status.is_final
 

@@ -21,11 +21,11 @@ from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
     Completed,
+    CompletedByHandler,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
 )
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Completer:
                     elapsed=elapsed,
                     tracebacks=[failure.traceback for failure in failures],
                 )
-            case Settled():
+            case CompletedByHandler():
                 # Refused if the handler's transaction committed; else the attempt has failed.
                 n = len(ids)
                 return self._statements.fail_jobs(
@@ -251,7 +251,7 @@ def _describe(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | No
     if accepted and isinstance(outcome, Completed):
         return "completed", None
     match outcome:
-        case Settled():
+        case CompletedByHandler():
             return ("retrying", NOT_COMMITTED) if accepted else ("completed", None)
         case _ if not accepted:
             return "lost", None
