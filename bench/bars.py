@@ -1,5 +1,5 @@
-"""What was to be reached, and whether the results reach it. The figures are the results' own; only the reason
-why a bar was missed is written by hand, in `reasons.toml`, and it is told only while the bar is missed."""
+"""The performance goals, and whether the results reach them. The figures come from the results. Only the reason why
+a goal was missed is written by hand, in `reasons.toml`, and it is printed only while the goal is missed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BEST = "the best peer"
 
 @dataclass(frozen=True)
 class Bar:
-    """One goal: a figure of Howdah's, by itself or over another's, and where it has to lie."""
+    """One goal: a figure of Howdah, absolute or divided by another figure, and its limit."""
 
     key: str
-    """Its name in `reasons.toml`."""
+    """Its key in `reasons.toml`."""
     label: str
     workload: str
     figure: str
@@ -33,9 +33,9 @@ class Bar:
     at_least: bool = True
     unit: str = "×"
     over: str = ""
-    """Whose figure it is divided by: a peer's, the best peer's, or nobody's."""
+    """The peer whose figure it is divided by, `BEST`, or "" for an absolute figure."""
     base: str = ""
-    """The other workload that it is compared with, if it is one of Howdah's own."""
+    """The workload of Howdah that it is compared with, if it is compared with itself."""
 
     def goal_told(self) -> str:
         sign = ">=" if self.at_least else "<=" if self.unit == "×" else "<"
@@ -48,22 +48,22 @@ class Bar:
 
 
 BARS = (
-    Bar("drain-graphile", "no-op jobs, over Graphile Worker", "drain-async", "jobs_per_second", 3, over="graphile"),
-    Bar("drain-pgqueuer", "no-op jobs, over PgQueuer", "drain-async", "jobs_per_second", 4, over="pgqueuer"),
-    Bar("drain-celery", "no-op jobs, over Celery", "drain-async", "jobs_per_second", 20, over="celery"),
-    Bar("drain-bare", "no-op jobs, over the bare loop", "drain-async", "jobs_per_second", 0.7, over="bare"),
-    Bar("pickup-call", "pick-up p50 from the call, over the best peer", "pickup-idle", "call_p50_ms", 0.6, False, over=BEST),
+    Bar("drain-graphile", "no-op jobs, compared with Graphile Worker", "drain-async", "jobs_per_second", 3, over="graphile"),
+    Bar("drain-pgqueuer", "no-op jobs, compared with PgQueuer", "drain-async", "jobs_per_second", 4, over="pgqueuer"),
+    Bar("drain-celery", "no-op jobs, compared with Celery", "drain-async", "jobs_per_second", 20, over="celery"),
+    Bar("drain-bare", "no-op jobs, compared with the bare loop", "drain-async", "jobs_per_second", 0.7, over="bare"),
+    Bar("pickup-call", "pick-up p50 from the call, compared with the best peer", "pickup-idle", "call_p50_ms", 0.6, False, over=BEST),
     Bar("pickup-commit", "pick-up p50 from COMMIT", "pickup-commit", "commit_p50_ms", 1, False, "ms"),
-    Bar("bulk", "bulk enqueues, over the best peer", "enqueue-bulk", "jobs_per_second", 3, over=BEST),
-    Bar("callers-64", "64 callers at once, over the best peer", "enqueue-64", "jobs_per_second", 5, over=BEST),
-    Bar("growth-claims", "claim p99 with 5M waiting, 1M scheduled, 1M blocked, 10M finished, over 10k waiting", "growth-full", "claim_p99_ms", 2, False, over="howdah", base="growth-full-base"),
-    Bar("growth-held", "throughput with 1M dead entries behind an open transaction, over none", MOST_DEAD, "jobs_per_second", 0.8, over="howdah", base=f"{MOST_DEAD}-free"),
-    Bar("idle", "100 idle workers, load on the server", f"growth-idle-{growth.IDLE}", "server_core_percent", 5, False, "% of a core"),
+    Bar("bulk", "bulk enqueues, compared with the best peer", "enqueue-bulk", "jobs_per_second", 3, over=BEST),
+    Bar("callers-64", "64 concurrent callers, compared with the best peer", "enqueue-64", "jobs_per_second", 5, over=BEST),
+    Bar("growth-claims", "claim p99 with 5M pending, 1M scheduled, 1M blocked, 10M finished, compared with 10k pending", "growth-full", "claim_p99_ms", 2, False, over="howdah", base="growth-full-base"),
+    Bar("growth-held", "throughput with 1M dead entries behind an open transaction, compared with none", MOST_DEAD, "jobs_per_second", 0.8, over="howdah", base=f"{MOST_DEAD}-free"),
+    Bar("idle", "100 idle workers, server CPU", f"growth-idle-{growth.IDLE}", "server_core_percent", 5, False, "% of a core"),
 )  # fmt: skip
 
 
 def measured(results: Results, bar: Bar) -> tuple[Summary | None, str]:
-    """What the results say of a bar, and over whom."""
+    """The measured value of a goal, and the title of the peer if it is the best peer."""
     if not bar.over:
         return results.summary(bar.workload, "howdah", bar.figure), ""
     other = best_peer(results, bar.workload, bar.figure) if bar.over == BEST else bar.over
@@ -74,7 +74,7 @@ def measured(results: Results, bar: Bar) -> tuple[Summary | None, str]:
 
 
 def best_peer(results: Results, workload: str, figure: str) -> str | None:
-    """Who did best, Howdah and the ceilings aside."""
+    """The best peer, without Howdah and the ceilings."""
     found = {
         peer: summary.median
         for peer in results.peers(workload)
@@ -87,7 +87,7 @@ def best_peer(results: Results, workload: str, figure: str) -> str | None:
 
 
 def chapter(results: Results) -> str:
-    """Every bar in a table, then why those were missed that were."""
+    """A table of all goals, then the reasons of the missed ones."""
     reasons = tomllib.loads(REASONS.read_text()) if REASONS.exists() else {}
     lines = ["## Goals", "", "| | goal | measured | |", "|---|---|---|---|"]
     missed = []

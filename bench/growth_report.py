@@ -1,5 +1,4 @@
-"""The chapter on growth, from the results alone: tables, and a plot for each of the two questions that a
-growing queue is asked."""
+"""The chapter on growth, from the results alone: tables, and a plot of claim time and of throughput."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ CLAIM_BAR, HELD_BAR, IDLE_BAR = 2.0, 0.8, 5.0
 
 
 def chapter(results: Results) -> str:
-    """Everything about growth, as Markdown; empty if nothing of it was measured."""
+    """The chapter as Markdown; empty if growth was not measured."""
     parts = [
         _pending(results),
         _types(results),
@@ -25,7 +24,9 @@ def chapter(results: Results) -> str:
         _idle(results),
     ]
     found = [part for part in parts if part]
-    return "\n\n".join(["## As a queue grows", _preface(results), *found]) + "\n" if found else ""
+    return (
+        "\n\n".join(["## Growth of the queue", _preface(results), *found]) + "\n" if found else ""
+    )
 
 
 def plots(results: Results) -> dict[str, str]:
@@ -38,7 +39,7 @@ def plots(results: Results) -> dict[str, str]:
     }
     if any(value is not None for values in claims.values() for value in values):
         drawn["growth-claims.svg"] = lines(
-            "A claim, by jobs that wait", "ms for a claim of 10 jobs", labels, claims
+            "Claim time by number of pending jobs", "ms for a claim of 10 jobs", labels, claims
         )
     labels, workloads = _names("held", growth.DEAD)
     held = {
@@ -48,7 +49,10 @@ def plots(results: Results) -> dict[str, str]:
     }
     if held:
         drawn["growth-held.svg"] = lines(
-            "By dead entries behind an open transaction", "jobs a second", labels, held
+            "Throughput by dead index entries behind an open transaction",
+            "jobs per second",
+            labels,
+            held,
         )
     return drawn
 
@@ -59,13 +63,13 @@ def _preface(results: Results) -> str:
     text = (
         f"Measured on {machine.get('measured_on', '?')}, {machine.get('cores', '?')} cores, "
         f"`fsync=on`, load before the run {machine.get('load_before', '?')}. A claim takes "
-        "10 jobs; its time is that of the statement, its durable time includes the commit. Medians of "
-        "the rounds, lowest and highest in brackets. Every round of Howdah's worker asserts a row of history "
-        "for every handler that ran, `fsync` and `synchronous_commit` as the server has them, and a stale "
-        "acknowledgement refused."
+        "10 jobs. Claim times are those of the statement; durable times include the commit. Figures are medians of "
+        "the rounds, with the lowest and the highest value in brackets. Every round of Howdah's worker asserts a "
+        "history row for every handler that ran, the server's settings of `fsync` and `synchronous_commit`, and "
+        "the rejection of a stale acknowledgement."
     )
     if scale != 1.0:
-        text += f" **All numbers of jobs are {scale:g} times what the tables say.**"
+        text += f" **All numbers of jobs are {scale:g} times those in the tables.**"
     return text
 
 
@@ -76,25 +80,29 @@ CLAIM_COLUMNS = (
     ("claim p50, ms", "claim_p50_ms", 2),
     ("claim p99, ms", "claim_p99_ms", 2),
     ("durable p99, ms", "durable_claim_p99_ms", 2),
-    ("pages a claim", "claim_pages", 0),
-    ("server CPU a job, µs", "server_cpu_us", 0),
+    ("pages per claim", "claim_pages", 0),
+    ("server CPU, µs/job", "server_cpu_us", 0),
 )
 
 
 def _pending(results: Results) -> str:
     labels, workloads = _names("pending", growth.PENDING)
     rows = list(zip(labels, workloads, strict=True))
-    rows.append(("10k again", "growth-full-base"))
+    rows.append(("10k, repeated", "growth-full-base"))
     rows.append(("5M, 1M scheduled, 1M blocked, 10M finished", "growth-full"))
-    table = _table(results, "jobs that wait", rows, CLAIM_COLUMNS)
+    table = _table(results, "pending jobs", rows, CLAIM_COLUMNS)
     if not table:
         return ""
-    text = ["### Jobs that wait", table, "![claims](plots/growth-claims.svg)"]
+    text = [
+        "### Pending jobs",
+        table,
+        "![Claim time by number of pending jobs](plots/growth-claims.svg)",
+    ]
     ratio = _ratio(results, "growth-full", "growth-full-base", "claim_p99_ms")
     if ratio is not None:
         text.append(
-            f"Claim p99 with everything over that with 10k, in the same rounds: **{ratio:.2f} ×** "
-            f"(bar: at most {CLAIM_BAR:g})."
+            f'Claim p99 of the last row divided by that of "10k, repeated", in the same rounds: **{ratio:.2f} ×** '
+            f"(goal: at most {CLAIM_BAR:g})."
         )
     return "\n\n".join(text)
 
@@ -105,7 +113,7 @@ def _types(results: Results) -> str:
     table = _table(results, "job types", rows, CLAIM_COLUMNS)
     if not table:
         return ""
-    return f"### Job types\n\n100k jobs that wait, of so many types.\n\n{table}"
+    return f"### Job types\n\n100k pending jobs of the given number of job types.\n\n{table}"
 
 
 def _held(results: Results) -> str:
@@ -114,27 +122,29 @@ def _held(results: Results) -> str:
     for peer, title in TITLES.items():
         rows = []
         for label, workload in zip(labels, workloads, strict=True):
-            rows.append((f"{title}, its twin meanwhile", f"{workload}-free"))
+            rows.append((f"{title}, control", f"{workload}-free"))
             rows.append((f"{title}, {label}", workload))
         columns = CLAIM_COLUMNS if peer == "howdah" else (CLAIM_COLUMNS[0], CLAIM_COLUMNS[-1])
         lines_.append(_table(results, "dead entries", rows, columns, peer))
     if not any(lines_):
         return ""
     text = [
-        "### A transaction that somebody forgot",
-        "It stays open while jobs come and go, so nothing that they leave in the index of claims can be "
-        "removed. The entries are counted in its pages. Rounds alternate with rounds on a twin of the "
-        "queue, in a database where no transaction is open.",
+        "### Long-running transactions",
+        "A transaction stays open while jobs are enqueued and completed, so vacuum cannot remove their dead "
+        "entries from the index that claims use. The entries are counted in the pages of the index. Rounds "
+        "alternate with control rounds: an identical queue, in a database without an open transaction.",
         *filter(None, lines_),
-        "![dead entries](plots/growth-held.svg)",
+        "![Throughput by dead index entries](plots/growth-held.svg)",
     ]
     last = f"growth-held-{growth.DEAD[-1]}"
     for peer, title in TITLES.items():
         ratio = _ratio(results, last, f"{last}-free", "jobs_per_second", peer)
         if ratio is not None:
-            bar = f" (bar: at least {HELD_BAR:g})" if peer == "howdah" else ""
+            bar = f" (goal: at least {HELD_BAR:g})" if peer == "howdah" else ""
             many = _short(growth.DEAD[-1])
-            text.append(f"{title} with {many} over its twin: **{ratio:.2f} ×**{bar}.")
+            text.append(
+                f"{title} with {many} dead entries divided by its control: **{ratio:.2f} ×**{bar}."
+            )
     return "\n\n".join(text)
 
 
@@ -153,8 +163,8 @@ def _idle(results: Results) -> str:
         return ""
     rate = _median(results, workload, "howdah", "transactions_per_second")
     return (
-        f"### Idle workers\n\n{growth.IDLE} workers with nothing to do take {_cell(load, 1)} % of one core "
-        f"of the server (bar: under {IDLE_BAR:g} %), in {rate:.0f} transactions a second."
+        f"### Idle workers\n\n{growth.IDLE} idle workers use {_cell(load, 1)} % of one core "
+        f"of the server (goal: under {IDLE_BAR:g} %), in {rate:.0f} transactions per second."
     )
 
 

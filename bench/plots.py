@@ -1,5 +1,5 @@
-"""Charts as SVG, with no library. Bars: one for each peer, its median labelled, its spread drawn as a whisker.
-Lines: one for each series, over steps that are named."""
+"""Charts as SVG, without a library. Bar charts: one bar per peer, labeled with its median, its spread drawn as a
+whisker. Line charts: one line per series, over named steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INK, FAINT, GRID = "#1f2933", "#6b7280", "#e5e7eb"
 
 @dataclass(frozen=True)
 class Bar:
-    """One peer's figure."""
+    """The figure of one peer."""
 
     label: str
     median: float
@@ -23,7 +23,7 @@ class Bar:
 
 
 def bars(title: str, unit: str, entries: list[Bar]) -> str:
-    """A horizontal chart from zero, its axis a little longer than the longest bar."""
+    """A horizontal bar chart that starts at zero; the axis ends at the highest value."""
     most = max((entry.high for entry in entries), default=1.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / most
     bottom = TOP + ROW * len(entries)
@@ -71,7 +71,7 @@ def _row(entry: Bar, middle: float, scale: float) -> list[str]:
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from zero on, about five of them."""
+    """About five round numbers, starting at zero."""
     size = 10.0 ** (len(f"{most:.0f}") - 1) if most >= 1 else 0.1
     while most / size < 1:
         size /= 10
@@ -89,7 +89,7 @@ SERIES = (OURS, THEIRS, "#2f6f4f", "#8a4f7d")
 
 @dataclass(frozen=True)
 class Frame:
-    """Where values lie on the paper."""
+    """Converts values to coordinates."""
 
     most: float
     steps: int
@@ -102,7 +102,7 @@ class Frame:
 
 
 def lines(title: str, unit: str, labels: list[str], series: dict[str, list[float | None]]) -> str:
-    """A line for each series, from zero; Howdah's first."""
+    """A line chart that starts at zero, one line per series; Howdah's comes first."""
     known = [value for values in series.values() for value in values if value is not None]
     frame = Frame(max(known, default=1.0) or 1.0, len(labels))
     end = frame.x(len(labels) - 1) + 10

@@ -1,6 +1,6 @@
-"""Writes docs/benchmarks.md and its plots, from the results alone. No figure is written by hand.
+"""Writes docs/benchmarks.md and its plots from bench/results.json. No figure is written by hand.
 
-`python -m bench.report` writes them anew without measuring anything."""
+`python -m bench.report` rewrites them without measuring."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLOTS = ROOT / "docs" / "plots"
 
 @dataclass(frozen=True)
 class Column:
-    """A figure in a table: its heading, its name, its digits, and whether more of it is better."""
+    """A column of a table: its heading, the name of its figure, and the number of decimals."""
 
     heading: str
     figure: str
@@ -41,73 +41,75 @@ CALL = tuple(
     for p, n in (("p50", "p50"), ("p99", "p99"), ("p99.9", "p999"))
 )
 COMMIT = tuple(Column(c.heading, c.figure.replace("call", "commit"), 2) for c in CALL)
-# workload: (title, what was done, columns, the figure of the plot if there is one)
+# workload: (title, description, columns, the figure of the plot or "")
 SECTIONS: dict[str, tuple[str, str, tuple[Column, ...], str]] = {
     "drain-async": (
         "No-op jobs",
-        "The queue is filled, then one worker process empties it: asynchronous handlers that do nothing but "
-        "count. The two bare loops and pgbench are ceilings: Howdah's own statements without its worker.",
+        "The queue is filled, then one worker process empties it. The handlers are asynchronous and only count. "
+        "The two bare loops and pgbench are upper bounds: they run Howdah's statements without its worker.",
         (JOBS, *CPU, WAL),
         "jobs_per_second",
     ),
     "drain-thread": (
         "No-op jobs in threads",
-        "The same with `def` handlers, which run in threads of the worker. PgQueuer has coroutines alone: its "
-        "handlers await `asyncio.to_thread`, as it recommends.",
+        "The same with `def` handlers, which run in threads of the worker. PgQueuer supports coroutines only: its "
+        "handlers await `asyncio.to_thread`, as PgQueuer recommends.",
         (JOBS, *CPU),
         "",
     ),
     "drain-io": (
-        "Jobs that wait",
-        "Each handler waits for 1 ms, as for an answer from a network.",
+        "I/O-bound jobs",
+        "Each handler waits for 1 ms, as for a reply from the network.",
         (JOBS, *CPU),
         "",
     ),
     "drain-process": (
-        "Jobs that compute",
-        "Each handler uses 1 ms of CPU, in processes of the worker's own: Howdah's process executor, Celery's "
-        "`prefork`. The others have no such thing.",
+        "CPU-bound jobs",
+        "Each handler uses 1 ms of CPU, in child processes of the worker: Howdah's process executor and Celery's "
+        "`prefork` pool. The other peers have no equivalent.",
         (JOBS, *CPU),
         "",
     ),
     "pickup-idle": (
-        "Pick-up latency, idle",
-        "From the enqueue call in one process to the start of the handler in another, on a worker that waits.",
+        "Pick-up latency, idle worker",
+        "From the enqueue call in one process to the start of the handler in another process, on an idle worker.",
         CALL,
         "call_p50_ms",
     ),
     "pickup-commit": (
         "Pick-up latency from COMMIT",
-        "The job is enqueued in a transaction of the caller's; from just before COMMIT is sent.",
+        "The job is enqueued in a transaction of the caller. The time starts just before COMMIT is sent.",
         COMMIT,
         "commit_p50_ms",
     ),
     "pickup-loaded": (
         "Pick-up latency at half load",
-        "From the call, while other jobs arrive at half the rate that this peer kept up in the steady state.",
+        "From the enqueue call, while other jobs arrive at half the rate that this peer sustained in the steady "
+        "state.",
         (*CALL, Column("other jobs/s", "load_jobs_per_second")),
         "call_p50_ms",
     ),
     "pickup-loaded-commit": (
         "Pick-up latency from COMMIT at half load",
-        "The same, enqueued in a transaction of the caller's; from just before COMMIT is sent.",
+        "The same, but the job is enqueued in a transaction of the caller. The time starts just before COMMIT is "
+        "sent.",
         (*COMMIT, Column("other jobs/s", "load_jobs_per_second")),
         "",
     ),
     "enqueue-bulk": (
-        "Enqueueing in bulk",
-        "Batches of 1,000 where the peer has a bulk call, else as it is best done.",
+        "Bulk enqueue",
+        "Batches of 1,000 if the peer has a bulk call; otherwise its fastest method.",
         (JOBS, *CPU, WAL),
         "jobs_per_second",
     ),
-    "enqueue-1": ("Single enqueues, one caller", "One after the other.", (JOBS, *CPU, WAL), ""),
+    "enqueue-1": ("Single enqueues, one caller", "One after another.", (JOBS, *CPU, WAL), ""),
     "enqueue-64": (
-        "Single enqueues, 64 callers at once",
-        "In one process; each waits until its own job is durable.",
+        "Single enqueues, 64 concurrent callers",
+        "All callers are in one process. Each waits until its own job is durable.",
         (JOBS, *CPU, WAL),
         "jobs_per_second",
     ),
-    "enqueue-16p": ("Single enqueues, 16 processes", "One caller in each.", (JOBS, WAL), ""),
+    "enqueue-16p": ("Single enqueues, 16 processes", "One caller per process.", (JOBS, WAL), ""),
     "enqueue-transaction": (
         "Enqueues in a transaction",
         "One caller: BEGIN, enqueue, COMMIT.",
@@ -116,10 +118,9 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...], str]] = {
     ),
     "steady": (
         "Steady state",
-        "One process enqueues, another works, for so many seconds and with about 5,000 jobs waiting, or fewer "
-        "for those who would be busy with them for long. Sizes are those at the end, when all jobs are done. "
-        "Howdah, PgQueuer, oban-py and procrastinate keep history of jobs, "
-        "Graphile Worker does not.",
+        "One process enqueues and another runs the jobs, for the given number of seconds, with about 5,000 pending "
+        "jobs, or fewer for slow peers. Sizes are measured at the end, when all jobs are finished. Howdah, "
+        "PgQueuer, oban-py and procrastinate keep a history of jobs; Graphile Worker does not.",
         (
             JOBS,
             Column("seconds", "seconds"),
@@ -127,7 +128,7 @@ SECTIONS: dict[str, tuple[str, str, tuple[Column, ...], str]] = {
             Column("worker CPU, µs/job", "worker_cpu_us"),
             Column("producer CPU, µs/job", "producer_cpu_us"),
             WAL,
-            Column("jobs in all", "jobs"),
+            Column("total jobs", "jobs"),
             Column("tables, bytes/job", "table_bytes_per_job"),
             Column("indexes, bytes/job", "index_bytes_per_job"),
         ),
@@ -150,8 +151,8 @@ def write(results: Results) -> None:
         old.unlink()
     parts = [
         "# Benchmarks",
-        "Howdah and its peers doing the same work on the same machine in one run. Written by `make bench` from "
-        "`bench/results.json`, which has every round; not by hand.",
+        "Howdah and its peers do the same work on the same machine in one run. `make bench` generates this page from "
+        "`bench/results.json`, which contains every round. Do not edit it by hand.",
         _method(results.content),
         _machine(results.content),
         bars.chapter(results),
@@ -165,27 +166,27 @@ def write(results: Results) -> None:
 
 def _method(content: dict[str, Any]) -> str:
     twice = sorted({TITLES[r["peer"]] for r in content["rounds"] if r["figures"].get("repeated")})
-    again = f" In this run a few jobs of {' and '.join(twice)} ran again." if twice else ""
+    again = f" In this run a few jobs of {' and '.join(twice)} ran more than once." if twice else ""
     return (
-        "- Rounds are interleaved: every peer once, then every peer again. Figures are medians of the rounds, "
-        "with the lowest and the highest in brackets. Ratios are taken round by round: Howdah's figure over "
-        "the other's.\n"
-        "- Every handler really runs and is counted. A job that never ran is an error; one that ran twice is an "
-        f"error of Howdah's, and told of peers.{again} Where jobs are only enqueued, those of peers are "
-        "counted in their queues.\n"
-        "- Rates go from the first start of a handler to the last: starting a process is not counted, and "
-        "neither is the first claim nor the last acknowledgement, which favours those with large batches.\n"
+        "- Rounds are interleaved: every peer runs once, then every peer runs the next round. Figures are medians of "
+        "the rounds, with the lowest and the highest value in brackets. Ratios are computed per round: Howdah's "
+        "figure divided by the peer's.\n"
+        "- Every handler runs and is counted. A job that never ran is an error. A job that ran more than once is an error for "
+        f"Howdah and is reported for peers.{again} Where jobs are only enqueued, the jobs of peers are counted in "
+        "their queues.\n"
+        "- Rates are measured from the first start of a handler to the last. Process startup, the first claim and "
+        "the last acknowledgement are not included, which favors peers with large batches.\n"
         f"- {_checked(content)}\n"
         "- Client and server share the cores of one machine. Compare figures within a run, not between "
         "machines.\n"
-        "- Each peer is set up as its documentation recommends for short jobs; where a setting was tried out, "
-        "the values that were tried are named below. A slow peer takes part in fewer workloads."
+        "- Each peer is configured as its documentation recommends for short jobs. Where several values of a setting "
+        "were tried, they are listed below. A slow peer takes part in fewer workloads."
         + _left_out(content)
     )
 
 
 def _checked(content: dict[str, Any]) -> str:
-    """How many rounds have proven what they must, by their own facts."""
+    """How many rounds contain the evidence of their assertions."""
     ours = {"howdah", *CEILINGS}
     rounds = [
         r
@@ -194,15 +195,15 @@ def _checked(content: dict[str, Any]) -> str:
     ]
     proven = [r for r in rounds if "refused" in r["facts"].get("stale_acknowledgement", "")]
     return (
-        "Rounds of Howdah and of the ceilings assert `fsync=on`, `synchronous_commit=on` where jobs are "
-        "enqueued and where they are acknowledged, as a trigger on the tables saw it for jobs that went the "
-        "same way as those that were measured; a row of history for every job; and a stale acknowledgement "
-        f"that was refused. What was found is kept with the round: in {len(proven)} of {len(rounds)} rounds."
+        "Rounds of Howdah and of the upper bounds assert four things: `fsync=on`; `synchronous_commit=on` for "
+        "enqueues and for acknowledgements, as observed by a trigger on the tables for jobs that took the same "
+        "path as the measured jobs; a history row for every job; and the rejection of a stale "
+        f"acknowledgement. The evidence is stored with the round, in {len(proven)} of {len(rounds)} rounds."
     )
 
 
 def _left_out(content: dict[str, Any]) -> str:
-    """What has no figures or too few, in one line each."""
+    """Peers and workloads without a full set of figures, one line each."""
     lines = [f"\n- Not measured: {name}: {why}" for name, why in content.get("skipped", {}).items()]
     return "".join(lines)
 
@@ -246,11 +247,11 @@ def _section(results: Results, workload: str) -> str:
     parts = [f"## {title}", text]
     if plot:
         name = f"{workload}.svg"
-        unit = "p50 in ms, less is better" if plot.endswith("_ms") else "jobs a second"
-        unit += "; median of the rounds, lowest and highest"
+        unit = "p50 in ms, lower is better" if plot.endswith("_ms") else "jobs per second"
+        unit += "; median of the rounds, with lowest and highest"
         (PLOTS / name).write_text(plots.bars(title, unit, _chart(results, workload, plot, entries)))
         parts.append(f"![{title}](plots/{name})")
-    head = " | ".join(["", *(column.heading for column in columns), "Howdah over it"])
+    head = " | ".join(["", *(column.heading for column in columns), "Howdah ÷ this"])
     lines = [f"|{head} |", "|---" + "|---:" * (len(columns) + 1) + "|"]
     for peer in entries:
         cells = [_cell(results.summary(workload, peer, c.figure), c.digits) for c in columns]
@@ -268,7 +269,7 @@ def _ranked(results: Results, workload: str, figure: str) -> list[str]:
 
 def _chart(results: Results, workload: str, figure: str, entries: list[str]) -> list[plots.Bar]:
     drawn = []
-    for peer in sorted(entries, key=lambda peer: peer in CEILINGS):  # below those who are compared
+    for peer in sorted(entries, key=lambda peer: peer in CEILINGS):  # upper bounds below the peers
         found = results.summary(workload, peer, figure)
         if found is not None:
             colour = plots.THEIRS
@@ -291,12 +292,12 @@ def _cell(found: Summary | None, digits: int) -> str:
 def _payloads(results: Results) -> str:
     columns = (
         JOBS,
-        Column("enqueued in bulk, jobs/s", "enqueue_jobs_per_second"),
+        Column("bulk enqueue, jobs/s", "enqueue_jobs_per_second"),
         *CPU,
         WAL,
-        Column("WAL of an enqueue, bytes/job", "enqueue_wal_bytes_per_job"),
+        Column("WAL of the enqueue, bytes/job", "enqueue_wal_bytes_per_job"),
     )
-    head = " | ".join(["", *(column.heading for column in columns), "Howdah over it"])
+    head = " | ".join(["", *(column.heading for column in columns), "Howdah ÷ this"])
     lines = [f"|{head} |", "|---" + "|---:" * (len(columns) + 1) + "|"]
     for size in PAYLOADS:
         workload = f"payload-{size}"
@@ -305,8 +306,8 @@ def _payloads(results: Results) -> str:
             cells.append(_over(results, workload, peer, "jobs_per_second"))
             lines.append(f"| {size:,} bytes, {TITLES[peer]} | {' | '.join(cells)} |")
     text = (
-        "No-op jobs again, with arguments of so many bytes that PostgreSQL cannot compress; every other "
-        "workload has 100."
+        "No-op jobs with arguments of the given size, which PostgreSQL cannot compress. Every other workload has "
+        "100 bytes."
     )
     return "\n\n".join(["## Payloads", text, "\n".join(lines)]) if len(lines) > 2 else ""
 
@@ -317,15 +318,15 @@ def _over(results: Results, workload: str, peer: str, figure: str) -> str:
 
 
 def _growth(results: Results) -> str:
-    """The chapter on growth, where it is there and was measured."""
+    """The chapter on growth, if it was measured."""
     for name, drawing in growth_report.plots(results).items():
         (PLOTS / name).write_text(drawing)
     return growth_report.chapter(results)
 
 
 def _settings(results: Results) -> str:
-    """How each peer was set up, in the words of its adapter, and what this run chose."""
-    parts = ["## How each peer is set up"]
+    """The configuration of each peer, from the header of its adapter, and what this run chose."""
+    parts = ["## Configuration of each peer"]
     for peer in peers.PEERS:
         path = ROOT / "bench" / "adapters" / f"{peer.name}.{'cjs' if peer.is_node else 'py'}"
         parts.append(f"### {peer.title}\n\n{_header(path)}")
@@ -335,7 +336,7 @@ def _settings(results: Results) -> str:
 
 
 def _choice(results: Results, peer: str, workload: str) -> str:
-    """What was tried before the rounds of a workload."""
+    """The settings that were tried before the rounds of a workload."""
     facts = next(
         (
             r["facts"]
@@ -351,7 +352,7 @@ def _choice(results: Results, peer: str, workload: str) -> str:
         f"{label}: {value:,.2f} {unit}" if value < 100 else f"{label}: {value:,.0f} {unit}"
         for label, value in facts["tried"].items()
     )
-    return f"{SECTIONS[workload][0]}: measured with {facts['settings']}, the best of one try each ({tried})."
+    return f"{SECTIONS[workload][0]}: measured with {facts['settings']}, the best of one trial each ({tried})."
 
 
 def _header(path: Path) -> str:

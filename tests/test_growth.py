@@ -111,9 +111,12 @@ def test_the_chapter_holds_figures_against_the_bars(tmp_path: Path) -> None:
                 results.record(f"growth-held-{state}", peer, number, told)
     text = growth_report.chapter(results)
     assert "| 4.00 [3.00 … 5.00] |" in text
-    assert "in the same rounds: **2.00 ×** (bar: at most 2)" in text
-    assert "Howdah with 1M over its twin: **0.90 ×** (bar: at least 0.8)" in text
-    assert "PgQueuer with 1M over its twin: **0.90 ×**." in text
+    assert "in the same rounds: **2.00 ×** (goal: at most 2)" in text
+    assert (
+        "Howdah with 1M dead entries divided by its control: **0.90 ×** (goal: at least 0.8)"
+        in text
+    )
+    assert "PgQueuer with 1M dead entries divided by its control: **0.90 ×**." in text
     assert "Idle workers" not in text
     drawn = growth_report.plots(results)["growth-held.svg"]
     assert drawn.count("<polyline") == 2

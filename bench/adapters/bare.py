@@ -1,8 +1,8 @@
-"""A ceiling, not a peer: one asyncpg connection that claims and completes with Howdah's own SQL, as fast as
-one loop can, with no worker around it: no slots, no heartbeat, no prefetch, no typed arguments.
+"""An upper bound, not a peer: one asyncpg connection that claims and completes with Howdah's SQL in a loop, as fast
+as possible, without a worker: no slots, no heartbeat, no prefetch, no typed arguments.
 
-Handlers are counted like everybody's. Batches of 4,000, about what Howdah's worker claims at such rates.
-`pipelined.py` is the same with a second connection, so that a claim is under way while a batch is completed.
+Handlers are counted as for all peers. Batches are 4,000 jobs, about what Howdah's worker claims at such rates.
+`pipelined.py` does the same with a second connection, so that a claim is in flight while a batch is completed.
 """
 
 from __future__ import annotations

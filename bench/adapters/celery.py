@@ -1,13 +1,12 @@
-"""Celery 5.7.0 on redis-py, over a Unix socket, its worker started by `celery worker`.
+"""Celery 5.7.0 on redis-py, over a Unix socket. Its worker is started with `celery worker`.
 
-Settings, from "Optimizing" (userguide/optimizing in its documentation): a large `worker_prefetch_multiplier`
-(128), as tasks are short; and from the "Workers Guide" (userguide/workers): results ignored, rate limits,
-gossip, mingle and heartbeat off. Of its pools every run tries `prefork` with a process for each core, its default,
-`threads` with as many threads, `threads` with 10, and `solo`, for no-op jobs, for jobs that wait and for the
-pick-up, and takes the best; what was tried is told below. It acknowledges before a task runs, its default, so
-that a crash loses what was running; Redis keeps an append-only file, synced every second, so that a crash may lose
-a second of jobs. It has no bulk enqueue: tasks are sent one after the other over one connection. Callers at once
-are threads.
+Settings, from "Optimizing" (userguide/optimizing in its documentation): a large `worker_prefetch_multiplier` of 128,
+because tasks are short; and from the "Workers Guide" (userguide/workers): results ignored, rate limits, gossip, mingle
+and heartbeat off. Every run tries its pools `prefork` with one process per core (its default), `threads` with the same
+number of threads, `threads` with 10 threads, and `solo`, for no-op jobs, I/O-bound jobs and pick-up latency, and uses
+the best; the trials are listed below. It acknowledges a task before it runs, its default, so a crash loses running
+tasks. Redis writes an append-only file and syncs it every second, so a crash can lose one second of jobs. It has no bulk
+enqueue: tasks are sent one after another over one connection. Concurrent callers are threads.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 // Graphile Worker 0.18.0 on node-postgres.
 //
-// Settings, from "Performance" (worker.graphile.org/docs/performance): the configuration of its own quick stats:
-// 24 concurrent jobs, a pool of 25, a local queue of 500 jobs, completions and failures batched without delay.
-// Every run tries 100 concurrent jobs as well, for no-op jobs, for jobs that wait and for the pick-up, and takes the
-// better; what was tried is told below. Tried by hand on no-op jobs: a local queue of 1,000, delays of 5 and 25 ms
-// (within the spread), a local queue of 100 (slower). It deletes jobs that are done, and keeps no history.
-// Bulk enqueues by `addJobs` (worker.graphile.org/docs/library/add-jobs), 1,000 at a time.
+// Settings, from "Performance" (worker.graphile.org/docs/performance): the configuration of its "quick stats", with 24
+// concurrent jobs, a pool of 25, a local queue of 500 jobs, and completions and failures batched without delay.
+// Every run also tries 100 concurrent jobs, for no-op jobs, I/O-bound jobs and pick-up latency, and uses the better
+// value; the trials are listed below. Tried by hand on no-op jobs: a local queue of 1,000, delays of 5 and 25 ms (all
+// within the spread), a local queue of 100 (slower). It deletes finished jobs and keeps no history. Bulk enqueues use
+// `addJobs` (worker.graphile.org/docs/library/add-jobs) with 1,000 jobs per call.
 //
-// The verbs and events are those of driver.py; handlers are counted in this process and written to the ledger.
+// The verbs and events are those of driver.py. Handlers are counted in this process and written to the ledger.
 
 "use strict";
 const crypto = require("node:crypto");

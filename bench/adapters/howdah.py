@@ -1,7 +1,7 @@
 """Howdah, from this checkout, on asyncpg and uvloop.
 
-Settings: none but `concurrency=100` for jobs that wait; the defaults adapt themselves. History is kept
-(`keep` is 7 days), leases and fences are on, everything commits durably.
+Settings: `concurrency=100` for I/O-bound jobs, otherwise the defaults, which are adaptive. History is kept (`keep`
+is 7 days), leases and fences are on, and everything commits durably.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""oban-py 0.7.0 on psycopg 3 (its C implementation) and uvloop, on the newest Python here, as it needs 3.12.
+"""oban-py 0.7.0 on psycopg 3 (its C implementation) and uvloop, on the newest Python here, because it needs 3.12.
 
-Settings, from "Defining Queues" (docs/defining_queues.md in its repository): the queue's `limit`, which is also
-how many jobs it fetches and acknowledges at once: 500. Tried on no-op jobs: 10 and 100 (slower); a
-`debounce_interval` of 1 ms instead of 5 (no faster, neither for the pick-up). A pool of up to 10 connections for
-the worker, its default, and of 20 for producers ("Sizing the Connection Pool" in docs/production.md). Completed
-jobs are kept for a day, its default. Bulk enqueues by `enqueue_many`.
+Settings, from "Defining Queues" (docs/defining_queues.md in its repository): a queue `limit` of 500, which is also the
+number of jobs that it fetches and acknowledges together. Tried on no-op jobs: 10 and 100 (slower), and a
+`debounce_interval` of 1 ms instead of 5 ms (not faster, also not for pick-up latency). A pool of up to 10 connections
+for the worker, its default, and of 20 for producers ("Sizing the Connection Pool" in docs/production.md). Completed
+jobs are kept for one day, its default. Bulk enqueues use `enqueue_many`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A ceiling, not a peer: pgbench, from PostgreSQL's own tools, runs the statements of Howdah's worker with
-one client and batches of 4,000. It executes no handlers; what it completed is counted in the tables.
+"""An upper bound, not a peer: pgbench, which is part of PostgreSQL, runs the statements of Howdah's worker with one
+client and batches of 4,000. It executes no handlers; completed jobs are counted in the tables.
 
-`bench/pgbench.py` runs it. This adapter makes the schema and fills the queue.
+`bench/pgbench.py` runs it. This adapter creates the schema and fills the queue.
 """
 
 from __future__ import annotations

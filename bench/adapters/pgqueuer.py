@@ -1,11 +1,11 @@
 """PgQueuer 1.6.0 on asyncpg and uvloop.
 
 Settings, from its "Performance Tuning" guide (docs/guides/performance-tuning.md in its repository):
-`durable` tables, its default and what Howdah's are, though `balanced` and `volatile` would be faster;
-`pgq autovac` applied; a single asyncpg connection for the worker and a pool for producers; a large
-`batch_size`, as jobs are short: 500. Tried on no-op jobs: batches of 10 (a quarter of the rate), 100 and 1,000
-and `max_concurrent_tasks` of 1,000 and 4,000 (within the spread). Bulk enqueues by lists of arguments.
-Blocking handlers by `asyncio.to_thread`, as its own error message recommends.
+`durable` tables, its default, which match Howdah's, although `balanced` and `volatile` would be faster; `pgq autovac`
+applied; a single asyncpg connection for the worker and a pool for producers; a large `batch_size` of 500, because
+jobs are short. Tried on no-op jobs: batches of 10 (a quarter of the rate), 100 and 1,000, and `max_concurrent_tasks`
+of 1,000 and 4,000 (all within the spread). Bulk enqueues pass lists of arguments. Blocking handlers use
+`asyncio.to_thread`, as its error message recommends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ceiling of `bare.py` with two connections: the next claim is under way while a batch is completed."""
+"""The upper bound of `bare.py` with two connections: the next claim is in flight while a batch is completed."""
 
 from __future__ import annotations
 

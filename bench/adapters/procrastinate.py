@@ -2,9 +2,9 @@
 
 Settings: `concurrency=20` for asynchronous tasks (howto/production/concurrency in its documentation). Tried on
 no-op jobs: 10 and 50 (within the spread). `fetch_job_polling_interval=0.1` (`App.run_worker` in its reference)
-instead of 5 s: now and then a notification finds its worker busy and a job waits for the poll, and its p99 would
-be seconds. LISTEN/NOTIFY on, as by default; jobs are kept (`delete_jobs="never"`, its default), as Howdah keeps
-them. Bulk enqueues by `batch_defer_async` (howto/basics/batch_defer), enqueues in a transaction by
+instead of 5 s: sometimes a notification arrives while its worker is busy, the job then waits for the next poll, and
+the p99 would be seconds. LISTEN/NOTIFY is on, its default. Jobs are kept (`delete_jobs="never"`, its default), as in
+Howdah. Bulk enqueues use `batch_defer_async` (howto/basics/batch_defer); enqueues in a transaction use
 `configure(connection=…)` (howto/production/external_connection). Blocking tasks run in threads.
 """
 

@@ -1,9 +1,9 @@
 """SAQ 0.26.4 on redis-py with hiredis and uvloop, over a Unix socket.
 
-Settings, from its README (README.md in its repository): `concurrency`, here 20. Tried on no-op jobs: 10, 50
-and 100, and 50 with `max_concurrent_ops` of 50; all were slower and took more CPU. Results are kept for 10 minutes,
-its default. It has no bulk enqueue: many are awaited at once. Redis keeps an append-only file, synced every second:
-a crash may lose a second of acknowledged jobs.
+Settings, from its README (README.md in its repository): a `concurrency` of 20. Tried on no-op jobs: 10, 50 and 100,
+and 50 with `max_concurrent_ops` of 50; all were slower and used more CPU. Results are kept for 10 minutes, its
+default. It has no bulk enqueue, so many single enqueues are awaited concurrently. Redis writes an append-only file and
+syncs it every second, so a crash can lose one second of acknowledged jobs.
 """
 
 from __future__ import annotations

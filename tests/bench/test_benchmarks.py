@@ -118,9 +118,11 @@ def test_the_report_names_missed_goals_and_draws_what_it_says(
     monkeypatch.setattr(bars, "REASONS", reasons)
     report.write(_results(tmp_path))
     page = (tmp_path / "benchmarks.md").read_text()
-    assert "| no-op jobs, over Celery | >= 20 × | 3.00 × [2.00 … 5.00] | **missed** |" in page
+    assert (
+        "| no-op jobs, compared with Celery | >= 20 × | 3.00 × [2.00 … 5.00] | **missed** |" in page
+    )
     assert "the goal is >= 20 ×. Why: It was too slow." in page
-    assert "| no-op jobs, over the bare loop | >= 0.7 × | – | not measured |" in page
+    assert "| no-op jobs, compared with the bare loop | >= 0.7 × | – | not measured |" in page
     assert "Never told" not in page
     assert "in 0 of 3 rounds" in page
     assert "| Howdah | 40 [30 … 50] |" in page
@@ -138,11 +140,8 @@ def test_bars_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
     assert (claims := told["growth-claims"]) is not None
     assert (claims.median, claims.low, claims.high) == (1.5, 1.0, 4.0)
     page = bars.chapter(results)
-    assert "over 10k waiting | <= 2 × | 1.50 × [1.00 … 4.00] | reached |" in page
-    assert (
-        "| 100 idle workers, load on the server | < 5 % of a core | 5.0 % of a core | reached |"
-        in page
-    )
+    assert "compared with 10k pending | <= 2 × | 1.50 × [1.00 … 4.00] | reached |" in page
+    assert "| 100 idle workers, server CPU | < 5 % of a core | 5.0 % of a core | reached |" in page
 
 
 def test_a_round_that_one_of_two_missed_has_no_ratio(tmp_path: Path) -> None:

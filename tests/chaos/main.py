@@ -66,7 +66,7 @@ class Misfits(Calm):
     """Handlers that should never have been written."""
 
     name = "misfits"
-    about = "handlers that crash, kill, stall, fork, eat up memory, ignore cancellation; poison"
+    about = "handlers that crash, kill their worker, stall, fork, exhaust memory or ignore cancellation; poison payloads"
     least = 15.0
 
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md from what a full run has shown."""
+"""Writes docs/reliability.md from the verdicts of a full run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 HEAD = """\
 # Reliability
 
-This page is written by `make chaos`, which runs real workers and producers against real PostgreSQL servers, breaks
-them in every way listed below, and then decides from a ledger outside the database, job by job, whether every
-promise was kept. Do not edit it by hand.
+`make chaos` generates this page. It runs real workers and producers against real PostgreSQL servers, injects every
+fault listed below, and then checks, job by job and from a ledger outside the database, whether every promise was kept.
+Do not edit this page by hand.
 
-The run with seed {seed} took {minutes:.0f} minutes: {jobs:,} acknowledged jobs, run {runs:,} times; {hits:,} faults
-that hit a job in the middle. Howdah {version}, PostgreSQL {postgresql}, Python {python}.
+The run with seed {seed} took {minutes:.0f} minutes: {jobs:,} acknowledged jobs with {runs:,} executions, and
+{hits:,} hits, as defined below. Howdah {version}, PostgreSQL {postgresql}, Python {python}.
 
 {verdict}
 
 ## Faults and promises
 
-How often each promise was found broken.
+The columns P1 to P9 count the violations of each promise. A *hit* is a fault that struck while a job was in flight or an
+enqueue was unanswered.
 
 """
 
@@ -42,7 +43,7 @@ def page(
     postgresql: str,
     short: Sequence[str] = (),
 ) -> str:
-    """The page. `short` is what the run did too little of."""
+    """The page. `short` lists the minimum counts that the run did not reach."""
     verdicts = [verdict for _, verdict in done]
     jobs = sum(verdict.acknowledged for verdict in verdicts)
     broken = sum(len(verdict.findings) + len(verdict.notes) for verdict in verdicts)
@@ -55,14 +56,12 @@ def page(
         version=__version__,
         postgresql=postgresql,
         python=platform.python_version(),
-        verdict="**Every promise was kept: nothing was lost, and nothing ended twice.**"
+        verdict="**Every promise was kept: no job was lost, and no job ended twice.**"
         if not broken
         else f"**{broken} findings: see below.**",
     )
     if short:
-        text = text.replace(
-            "\n## ", f"\nToo little to be a full run: {'; '.join(short)}.\n\n## ", 1
-        )
+        text = text.replace("\n## ", f"\nThis was not a full run: {'; '.join(short)}.\n\n## ", 1)
     text += _row("fault", "jobs", "hits", *PROMISES) + _rule(2 + len(PROMISES))
     for scenario, verdict in done:
         counts = [str(verdict.broken().get(promise, 0)) for promise in PROMISES]
@@ -70,13 +69,13 @@ def page(
         text += _row(scenario.about or scenario.name, f"{verdict.acknowledged:,}", hits, *counts)
     text += "\n| | promise |\n|---|---|\n"
     text += "".join(f"| {promise} | {what} |\n" for promise, what in PROMISES.items())
-    text += "\n## How soon work resumed\n\n"
+    text += "\n## Recovery time\n\n"
     text += (
-        "For a worker that was killed or paused: until each job that it had was claimed again; its lease, of two "
-        "seconds here and thirty by default, is a part of that. For faults of the server and of connections: from "
-        "their end until the next acknowledgement.\n\n"
+        "For a killed or paused worker: the time until each of its claimed jobs was claimed again. This includes the "
+        "lease, which is two seconds here and thirty seconds by default. For faults of the server and of "
+        "connections: the time from the end of the fault until the next acknowledgement.\n\n"
     )
-    text += _row("fault", "hits", "times", "p50", "max") + _rule(4)
+    text += _row("fault", "hits", "measurements", "p50", "max") + _rule(4)
     hits: dict[str, int] = {}
     times: dict[str, list[float]] = {}
     for verdict in verdicts:
@@ -92,14 +91,14 @@ def page(
 
 
 def _losses(verdicts: Sequence[Verdict]) -> str:
-    """Acknowledged jobs that only a lost primary knew, by id."""
+    """The ids of acknowledged jobs that were only on the lost primary."""
     lost = sorted({f.job for verdict in verdicts for f in verdict.excused if f.promise == "P1"})
     if not lost:
         return ""
     return (
-        "\n## What an asynchronous standby lost\n\nThe standby was held back on purpose before it took over. What "
-        "it lacked was found on the dead primary's disk, and these are the acknowledged jobs among it, "
-        f"{len(lost):,} in all, named by the checker. A synchronous standby lost none.\n\n"
+        "\n## Jobs lost by an asynchronous standby\n\nReplication to the standby was delayed on purpose before the "
+        "failover. The missing rows were found on the disk of the dead primary. The checker reported the "
+        f"acknowledged jobs among them, {len(lost):,} in all. A synchronous standby lost no job.\n\n"
         + "".join(f"- `{job}`\n" for job in lost)
     )
 

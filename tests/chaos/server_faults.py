@@ -61,7 +61,7 @@ class KillBackends(Scenario):
     """kill -9 of single backends, on which the whole server starts anew."""
 
     name = "kill backends"
-    about = "kill -9 of single backends, on which PostgreSQL starts anew"
+    about = "kill -9 of single backends, after which PostgreSQL restarts"
     first = 2.0
     every = 6.0
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 PROMISES = {
     "P1": "no acknowledged job is lost",
     "P2": "a job ends once",
-    "P3": "one live lease, and no stale write is accepted",
+    "P3": "at most one live lease per job, and no stale write is accepted",
     "P4": "never more attempts than allowed",
     "P5": "a rolled-back enqueue never runs",
-    "P6": "nothing is completed without its work; effects in the database happen exactly once",
-    "P7": "jobs under one ordering key run in order",
-    "P8": "a bad job harms no neighbour",
-    "P9": "work resumes by itself",
+    "P6": "no job is completed without its work; effects in the database happen exactly once",
+    "P7": "jobs with the same ordering key run in order",
+    "P8": "a bad job does not affect other jobs",
+    "P9": "work resumes automatically",
 }
 FINAL = ("completed", "failed", "cancelled")
 

@@ -1,4 +1,4 @@
-"""A run as people and programs see it: live in the terminal, as a table, as JSON, as a page."""
+"""The output of a run: a live line in the terminal, a table, and JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = 20
 
 
 class Screen:
-    """Shows how a run goes: one line that changes in a terminal, a line now and then elsewhere."""
+    """Shows the state of a run: one live line in a terminal, a line every `SAY_EVERY` seconds elsewhere."""
 
     def __init__(self, console: Console, title: str, seconds: float) -> None:
         self._console = console
@@ -40,7 +40,7 @@ class Screen:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Screen]:
-        """While the run lasts."""
+        """Show the line for the duration of the run."""
         if not self._console.is_terminal:
             yield self
             return
@@ -48,7 +48,7 @@ class Screen:
             yield self
 
     def __call__(self, what: str, facts: dict[str, Any]) -> None:
-        """Take news from the run."""
+        """Receive the state of the run, or a fault."""
         with self._lock:
             if what == "fault":
                 self._fault = facts["fault"].strip()
@@ -57,8 +57,8 @@ class Screen:
             now = time.monotonic()
             line = Text.assemble(
                 (f"{self._title}  ", "bold"),
-                f"{now - self._began:4.0f}/{self._seconds:.0f} s  {facts['finished']:>7,} ended  "
-                f"{facts['pending']:>5,} waiting  {facts['claimed']:>4,} claimed  ",
+                f"{now - self._began:4.0f}/{self._seconds:.0f} s  {facts['finished']:>7,} finished  "
+                f"{facts['pending']:>5,} pending  {facts['claimed']:>4,} claimed  ",
                 (f"{self._faults} faults  ", "red"),
                 (self._fault, "dim"),
             )
@@ -70,14 +70,14 @@ class Screen:
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
-    """What came of each run: faults by promises, with counts."""
+    """One row per run: its counts, and the violations of each promise."""
     made = Table(box=None, padding=(0, 1), header_style="bold")
     made.add_column("scenario")
     for name in ("jobs", "runs", "hits"):
         made.add_column(name, justify="right")
     for promise in PROMISES:
         made.add_column(promise, justify="right")
-    made.add_column("back after", justify="right")
+    made.add_column("recovery p50, max", justify="right")
     made.add_column("")
     for verdict in verdicts:
         broken = verdict.broken()
@@ -100,7 +100,7 @@ def table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def complaints(verdict: Verdict) -> list[str]:
-    """What is wrong, in sentences; the first few of many."""
+    """The notes and findings as sentences, at most `SHOWN` findings."""
     found = [str(finding) for finding in verdict.findings]
     more = len(found) - SHOWN
     return list(verdict.notes) + found[:SHOWN] + ([f"… and {more} more"] if more > 0 else [])
@@ -133,5 +133,5 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def median(times: Sequence[float]) -> float:
-    """The middle one of sorted times."""
+    """The median of sorted times."""
     return times[len(times) // 2]

@@ -31,7 +31,7 @@ class Calm(Scenario):
     """The load alone."""
 
     name = "calm"
-    about = "no fault at all: what the load does by itself"
+    about = "no fault: only the load"
 
 
 class KillWorkers(Scenario):
@@ -150,7 +150,7 @@ class RollingRestarts(Scenario):
     """SIGTERM, one worker after the other, as a deployment does it."""
 
     name = "rolling restarts"
-    about = "SIGTERM of one worker after the other"
+    about = "SIGTERM of one worker after another (rolling restart)"
     every = 3.0
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
@@ -168,7 +168,7 @@ class KillProducers(Scenario):
     """kill -9 of those who enqueue."""
 
     name = "kill producers"
-    about = "kill -9 of producers in the middle of an enqueue, or of a transaction"
+    about = "kill -9 of producers during an enqueue or a transaction"
     first = 2.0
     every = 4.0
 
@@ -207,7 +207,7 @@ class Mixed(Scenario):
     def __init__(self, parts: Sequence[Scenario], name: str = "mixed") -> None:
         self.parts = parts
         self.name = name
-        self.about = "at once: " + ", ".join(part.name for part in parts)
+        self.about = "combined: " + ", ".join(part.name for part in parts)
         self.workers = max(part.workers for part in parts)
         self.environment = {k: v for part in parts for k, v in part.environment.items()}
 

@@ -37,7 +37,7 @@ class CutCommits(Scenario):
     """The line is cut between "commit" and its answer: enqueues, claims and completions."""
 
     name = "cut commits"
-    about = "the line is cut between COMMIT and its answer"
+    about = "the connection is cut between COMMIT and its reply"
     least = 40.0
     each: ClassVar[int] = 40
     """Cuts of each kind."""

@@ -78,7 +78,7 @@ class FailOverWithLoss(FailOver):
     must name exactly that; the dead primary's disk says what it was."""
 
     name = "fail over with loss"
-    about = "the same with an asynchronous standby that is behind; the loss is reported by id"
+    about = "the same with an asynchronous standby that lags behind; lost jobs are reported by id"
     synchronous = False
     lost: frozenset[str] = frozenset()
     """Jobs that the dead primary had and the promoted standby has not."""
@@ -124,7 +124,7 @@ class DiskFull(Scenario):
     """The disk runs full, and there is room again a little later."""
 
     name = "disk full"
-    about = "no room for data, then room again"
+    about = "disk full for data, then space freed"
     least = 16.0
     first = 3.0
     every = 12.0
@@ -175,7 +175,7 @@ class WalFull(DiskFull):
     """There is no room for the WAL: the server panics, and is up again when there is."""
 
     name = "WAL full"
-    about = "no room for the WAL: the server panics; then room again"
+    about = "disk full for the WAL: the server panics; then space freed"
     part = "wal"
     scope = "server"
 
@@ -216,7 +216,7 @@ class Neighbours(Scenario):
     """What others do to a database that is not ours alone."""
 
     name = "neighbours"
-    about = "a held transaction, a DDL lock, REINDEX, no connection left"
+    about = "a long-running transaction, a DDL lock, REINDEX, connections exhausted"
     least = 28.0
     first = 2.0
     every = 5.0
