@@ -55,7 +55,10 @@ class CompletedByHandler:
     """The handler completed the job in its own transaction. Nothing is left to write."""
 
 
-Outcome: TypeAlias = Completed | Failed | Released | Cancelled | Lost | CompletedByHandler
+Acknowledgement: TypeAlias = Completed | Failed | Released | Cancelled | CompletedByHandler
+"""An outcome that is written to the database under the run's fence."""
+
+Outcome: TypeAlias = Acknowledgement | Lost
 
 NOT_COMMITTED = (
     "the handler returned, and the transaction that was to complete the job did not commit"

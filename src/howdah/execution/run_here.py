@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from howdah.context import Context
-from howdah.encoding import payload, validation
+from howdah.encoding import payload
 from howdah.encoding.arguments import decode_result
 from howdah.errors import HowdahError, InvalidOption, LeaseLost, TaskInFlight
 from howdah.execution.handler import aexecute, execute
@@ -19,7 +19,6 @@ from howdah.execution.heartbeat import Heartbeat, Run
 from howdah.model import Claim, Job, NewJob, request_id
 from howdah.outcome import (
     NOT_COMMITTED,
-    Cancelled,
     Completed,
     CompletedByHandler,
     Failed,
@@ -27,6 +26,7 @@ from howdah.outcome import (
     Outcome,
     Released,
 )
+from howdah.protocol.acknowledge import acknowledge
 
 if TYPE_CHECKING:
     from howdah.app import App
@@ -133,28 +133,11 @@ class _Attempt:
         """Write the outcome, and whether it was accepted."""
         self._run.finishing = True
         self._heartbeat.stop()
-        store, statements = self._task.app.backend.store, self._task.app.statements
-        ids, leases = [self._claim.id], [self._claim.lease_id]
-        match outcome:
-            case Completed(result):
-                statement = statements.complete_jobs(ids, leases, [result])
-            case Failed(error, trace, retry_in):
-                pause = None if retry_in is None else validation.to_timedelta(retry_in, "retry")
-                statement = statements.fail_jobs(
-                    ids, leases, [error], [None], [pause], tracebacks=[trace]
-                )
-            case CompletedByHandler():
-                # Refused if the handler's transaction committed; else the attempt has failed.
-                again = validation.to_timedelta(1, "retry")
-                statement = statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [again])
-            case Released(delay, _):
-                pause = validation.to_timedelta(delay, "delay")
-                statement = statements.release_jobs(ids, leases, pause)
-            case Cancelled(reason):
-                statement = statements.stop_jobs(ids, leases, [reason])
-            case Lost():
-                return False
-        return bool(store.run(statement))
+        if isinstance(outcome, Lost):
+            return False
+        statements, claim = self._task.app.statements, self._claim
+        statement = acknowledge(statements, [claim.id], [claim.lease_id], [outcome])
+        return bool(self._task.app.backend.run(statement))
 
     def end(self, outcome: Outcome) -> Any:
         """Write the outcome, and give the result or raise what the caller should see."""

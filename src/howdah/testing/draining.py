@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from howdah.encoding import validation
 from howdah.errors import HowdahError
 from howdah.outcome import (
-    NOT_COMMITTED,
-    Cancelled,
     Completed,
     CompletedByHandler,
     Failed,
@@ -23,6 +20,7 @@ from howdah.outcome import (
     Outcome,
     Released,
 )
+from howdah.protocol.acknowledge import acknowledge
 from howdah.protocol.schema_name import quote_schema
 from howdah.protocol.statements import Statement
 from howdah.testing import running
@@ -122,11 +120,14 @@ def _steps(
 
 def _run(app: App, job: Job, resources: Mapping[str, Any] | None) -> Generator[Any, Any, Any]:
     """One run and its acknowledgement: the state that the job is in now, and its error."""
-    task, reports = app.tasks[job.job_type], _Reports(job)
+    task, ids, leases = app.tasks[job.job_type], [job.id], [job.lease_id or job.id]
+    reports = _Reports(ids, leases)
     outcome: Outcome = yield task, running.make_context(task, job, reports, resources)
     try:
         yield from reports.statements(app, outcome)
-        accepted = [] if isinstance(outcome, Lost) else (yield _acknowledge(app, job, outcome))
+        accepted: list[UUID] = []
+        if not isinstance(outcome, Lost):
+            accepted = yield acknowledge(app.statements, ids, leases, [outcome])
         after: Job | None = yield app.statements.get(job.id)
     except Exception as error:
         # In your own transaction a handler's SQL error breaks what follows: it is the one to read.
@@ -148,33 +149,11 @@ def _state(outcome: Outcome, accepted: bool, after: Job | None) -> tuple[str, st
     return str(after.status), after.last_error
 
 
-def _acknowledge(app: App, job: Job, outcome: Outcome) -> Statement[list[UUID]]:
-    statements, ids, leases = app.statements, [job.id], [job.lease_id or job.id]
-    match outcome:
-        case Completed(result):
-            return statements.complete_jobs(ids, leases, [result])
-        case Failed(error, traceback, retry_in):
-            pause = None if retry_in is None else validation.to_timedelta(retry_in, "retry")
-            return statements.fail_jobs(
-                ids, leases, [error], [None], [pause], tracebacks=[traceback]
-            )
-        case CompletedByHandler():
-            # Refused if the handler's transaction committed; else the attempt has failed.
-            pause = validation.to_timedelta(1, "retry")
-            return statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [pause])
-        case Released(delay):
-            return statements.release_jobs(ids, leases, validation.to_timedelta(delay, "delay"))
-        case Cancelled(reason):
-            return statements.stop_jobs(ids, leases, [reason])
-        case _:
-            raise TypeError(f"{outcome!r} is not written")
-
-
 class _Reports:
     """The `Sink` of one run: what its handler reported, to be written before its outcome."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, ids: list[UUID], leases: list[UUID]) -> None:
+        self._ids, self._leases = ids, leases
         self._progress: tuple[int | None, str | None] | None = None
         self._events: list[tuple[str, str]] = []
 
@@ -191,7 +170,7 @@ class _Reports:
 
     def statements(self, app: App, outcome: Outcome) -> Iterator[Statement[Any]]:
         """What was reported, as statements."""
-        ids, leases = [self._job.id], [self._job.lease_id or self._job.id]
+        ids, leases = self._ids, self._leases
         if self._progress is not None:
             percent, stage = self._progress
             yield app.statements.report_progress(ids, leases, [percent], [stage])
