@@ -1,21 +1,23 @@
-"""Benchmarks against the real peers: the same work, on the same machine, in one run.
+"""Benchmarks against other queues: the same work, on the same machine, in one run.
 
-`python -m bench` runs them (`make bench`, `make bench-quick`). This package is also on the path of every
-adapter's process, which runs in an environment of the peer's own: what adapters import from here needs
-nothing but the standard library.
+`python -m bench` runs them (`make bench`, `make bench-quick`). This package is also on the Python path of every
+adapter process, which runs in the peer's own environment: modules that adapters import from here use only the
+standard library.
 
-    services.py      the PostgreSQL and the Redis that peers are measured on
-    peers.py         who is measured, and an environment for each, below .bench/
-    launch.py        processes of adapters: start, talk to, stop
-    adapters/        one file for each peer; driver.py has what they share
-    choices.py       the settings of peers that a run tries itself; tryouts.py has more, by hand
-    ledger.py        which handlers ran, and when; in memory that processes share
-    workloads.py     one round of each kind of work
-    howdah_checks.py what every round of ours must prove
-    pgbench.py       the ceiling that is no Python at all
-    plan.py          which workloads are run for whom, in which order
-    growth.py        queues of millions; with growing.py, filling.py and growth_report.py
-    results.py       rounds, medians and spreads; bench/results.json
-    bars.py          what was to be reached; reasons.toml says why something was not
-    report.py        docs/benchmarks.md, from the results alone; plots.py draws
+    services.py          the PostgreSQL and the Redis server that peers are measured on
+    peers.py             the peers, and an environment for each, below .bench/
+    adapter_process.py   adapter processes: start, send requests, stop
+    adapters/            one file per peer; driver.py holds what they share
+    auto_tuning.py       chooses the best settings of a peer during a run
+    compare_settings.py  compares more settings of peers, by hand
+    ledger.py            which handlers ran, and when; in memory that processes share
+    workloads.py         one round of each workload
+    howdah_checks.py     what every round of Howdah must prove
+    pgbench.py           the ceiling without Python
+    plan.py              which peers run which workloads, in which order
+    growth.py            queues of millions of jobs: growth_data.py fills them, growth_measurements.py
+                         measures them, growth_report.py writes the chapter
+    results.py           rounds, medians and spreads; bench/results.json
+    bars.py              the goals; reasons.toml explains missed ones
+    report.py            docs/benchmarks.md, from the results alone; plots.py draws
 """

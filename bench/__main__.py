@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from bench import peers, plan, report
-from bench.launch import HOME, AdapterError
+from bench.adapter_process import HOME, AdapterError
 from bench.machine import describe
 from bench.results import RESULTS, Results
 from bench.services import Postgres, Redis

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import filling, growing, peers
-from bench.filling import Filler
-from bench.launch import HOME, AdapterError
+from bench import growth_data, growth_measurements, peers
+from bench.adapter_process import HOME, AdapterError
+from bench.growth_data import Filler
 from bench.machine import describe
 from bench.results import RESULTS, Results
 from bench.services import Postgres
@@ -136,7 +136,7 @@ class Growth:
     def _hold(self, peer: Peer, name: str) -> None:
         postgres = self.stage.postgres
         # A worker has some more at hand when it is told to stop.
-        measured = len(DEAD) * self.rounds * (2 * self.scaled(JOBS) + growing.SPARE)
+        measured = len(DEAD) * self.rounds * (2 * self.scaled(JOBS) + growth_measurements.SPARE)
         total = self.scaled(DEAD[-1]) + measured
         free, held = f"growth_free_{name}", f"growth_held_{name}"
         for database, jobs in ((free, measured), (held, total)):
@@ -145,13 +145,13 @@ class Growth:
             if peer is HOWDAH:
                 filler.pending("async", 0, jobs)
             else:
-                filling.fill_peer(postgres, name, database, 0, jobs)
+                growth_data.fill_peer(postgres, name, database, 0, jobs)
             filler.settle()
         self._measure_both(peer, name, free, held, total, 0)
-        with filling.held_transaction(postgres, held):
+        with growth_data.held_transaction(postgres, held):
             for dead in DEAD[1:]:
-                there = filling.dead_entries(postgres, name, held)
-                filling.burn(postgres, name, held, max(0, self.scaled(dead) - there), "async")
+                there = growth_data.dead_entries(postgres, name, held)
+                growth_data.burn(postgres, name, held, max(0, self.scaled(dead) - there), "async")
                 self._measure_both(peer, name, free, held, total, dead)
         postgres.drop(free)
         postgres.drop(held)
@@ -166,11 +166,13 @@ class Growth:
     def _measure_held(
         self, peer: Peer, name: str, database: str, highest: int, workload: str, number: int
     ) -> None:
-        facts = {"dead_entries": filling.dead_entries(self.stage.postgres, name, database)}
+        facts = {"dead_entries": growth_data.dead_entries(self.stage.postgres, name, database)}
         jobs = self.scaled(JOBS)
-        figures = growing.throughput(self.stage, peer, database, jobs, highest)
+        figures = growth_measurements.throughput(self.stage, peer, database, jobs, highest)
         if peer is HOWDAH:
-            figures |= growing.claims(self.stage, database, ["async"], self._claims(jobs))
+            figures |= growth_measurements.claims(
+                self.stage, database, ["async"], self._claims(jobs)
+            )
         self._record(workload, name, number, figures, facts)
 
     def _processes(self) -> None:
@@ -178,7 +180,7 @@ class Growth:
         for number in range(1, self.rounds + 1):
             for processes in PROCESSES:
                 state = self._make(f"growth-processes-{processes}", 2 * jobs)
-                figures = growing.throughput(
+                figures = growth_measurements.throughput(
                     self.stage, HOWDAH, state.database, jobs, state.made, processes=processes
                 )
                 self._record(state.name, "howdah", number, figures, {})
@@ -187,7 +189,7 @@ class Growth:
     def _idle(self) -> None:
         for number in range(1, self.rounds + 1):
             state = self._make("growth-idle", 0)  # those of the last round may be registered still
-            figures = growing.idle(
+            figures = growth_measurements.idle(
                 self.stage, HOWDAH, state.database, IDLE, IDLE_PROCESSES, self.seconds
             )
             self._record(f"growth-idle-{IDLE}", "howdah", number, figures, {})
@@ -227,18 +229,18 @@ class Growth:
                 self._top_up(state)
                 self.stage.postgres.checkpoint()
                 jobs = min(self.scaled(JOBS), state.pending // 2)
-                figures = growing.throughput(
+                figures = growth_measurements.throughput(
                     self.stage, HOWDAH, state.database, jobs, state.made, state.handler
                 )
                 self._top_up(state)
-                figures |= growing.claims(
+                figures |= growth_measurements.claims(
                     self.stage, state.database, state.job_types, self._claims(state.pending)
                 )
                 facts = {"pending": state.pending, "types": state.types}
                 self._record(state.name, "howdah", number, figures, facts)
 
     def _claims(self, pending: int) -> int:
-        return max(20, min(CLAIMS, pending // growing.BATCH // 2))
+        return max(20, min(CLAIMS, pending // growth_measurements.BATCH // 2))
 
     def _drop(self, states: list[State]) -> None:
         for state in states:

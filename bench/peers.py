@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bench.launch import HOME, ROOT
+from bench.adapter_process import HOME, ROOT
 
 
 class NotInstalled(Exception):

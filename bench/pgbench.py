@@ -10,7 +10,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from bench import howdah_checks, workloads
-from bench.launch import AdapterError
+from bench.adapter_process import AdapterError
 from howdah.protocol.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:

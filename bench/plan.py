@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bench import pgbench, workloads
-from bench.choices import Choices, in_environment
-from bench.launch import AdapterError
+from bench.adapter_process import AdapterError
+from bench.auto_tuning import Choices, in_environment
 
 if TYPE_CHECKING:
     import argparse

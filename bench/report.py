@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench import bars, choices, growth_report, peers, plots
+from bench import auto_tuning, bars, growth_report, peers, plots
+from bench.adapter_process import ROOT
 from bench.bars import CEILINGS, TITLES
-from bench.launch import ROOT
 from bench.results import Results
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def _settings(results: Results) -> str:
     for peer in peers.PEERS:
         path = ROOT / "bench" / "adapters" / f"{peer.name}.{'cjs' if peer.is_node else 'py'}"
         parts.append(f"### {peer.title}\n\n{_header(path)}")
-        chosen = [_choice(results, peer.name, workload) for workload in choices.TRIED_ON]
+        chosen = [_choice(results, peer.name, workload) for workload in auto_tuning.TRIED_ON]
         parts += filter(None, chosen)
     return "\n\n".join(parts)
 

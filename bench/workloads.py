@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.adapter_process import HOME, AdapterError, AdapterProcess
 from bench.howdah_checks import PROBES, prove
-from bench.launch import HOME, AdapterError, AdapterProcess
 from bench.ledger import Ledger
 from bench.results import percentile
 from bench.services import cpu_seconds

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import psycopg
 import pytest
-from bench.filling import Filler
+from bench.growth_data import Filler
 from bench.results import Results
 
-from bench import filling, growth, growth_report
+from bench import growth, growth_data, growth_report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,9 +67,9 @@ def test_filling_that_leaves_something_else_is_found_out(
     right: str,
     wrong: str,
 ) -> None:
-    text = getattr(filling, statement)
+    text = getattr(growth_data, statement)
     assert right in text
-    monkeypatch.setattr(filling, statement, text.replace(right, wrong))
+    monkeypatch.setattr(growth_data, statement, text.replace(right, wrong))
     with pytest.raises(AssertionError, match="the functions leave"):
         Filler(*place).check()
 
@@ -79,10 +79,10 @@ def test_jobs_that_came_and_went_behind_an_open_transaction_are_counted(
 ) -> None:
     postgres, database = place
     Filler(postgres, database).pending("async", 0, 3000)
-    with filling.held_transaction(postgres, database):
-        assert filling.dead_entries(postgres, "howdah", database) == 0
-        filling.burn(postgres, "howdah", database, 2500, "async")
-        assert filling.dead_entries(postgres, "howdah", database) == 2500
+    with growth_data.held_transaction(postgres, database):
+        assert growth_data.dead_entries(postgres, "howdah", database) == 0
+        growth_data.burn(postgres, "howdah", database, 2500, "async")
+        assert growth_data.dead_entries(postgres, "howdah", database) == 2500
     assert postgres.value("SELECT count(*) FROM howdah.live_jobs", database=database) == 500
     assert postgres.value("SELECT count(*) FROM howdah.finished_jobs", database=database) == 2500
 

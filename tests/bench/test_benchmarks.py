@@ -13,7 +13,7 @@ from bench.ledger import Ledger
 from bench.results import Results, percentile
 from bench.services import Postgres
 
-from bench import bars, choices, peers, pgbench, plan, plots, report, workloads
+from bench import auto_tuning, bars, peers, pgbench, plan, plots, report, workloads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -229,7 +229,7 @@ def test_a_run_whose_time_is_up_has_one_round_of_the_rest(
 def test_the_best_settings_of_a_peer_are_chosen_and_told() -> None:
     celery = peers.find(["celery"])[0]
     rates = {"prefork": 5.0, "threads": 7.0, "solo": 6.0}
-    made = choices.Choices()
+    made = auto_tuning.Choices()
 
     def measure() -> dict[str, float]:
         pool = os.environ["BENCH_POOL"]

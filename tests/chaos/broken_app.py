@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from howdah.chaos import app as chaos
-from howdah.chaos.app import app
-from howdah.chaos.crew import EFFECTS
+from howdah.chaos.processes import app as chaos
+from howdah.chaos.processes.app import app
+from howdah.chaos.processes.supervisor import EFFECTS
 from howdah.context import Context, current
 from howdah.execution.handler import aexecute
 from howdah.outcome import Completed, Outcome

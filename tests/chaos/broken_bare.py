@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from howdah.chaos.bare import Bare, main
 from howdah.chaos.ledger import from_environment
+from howdah.chaos.processes.bare_queue_worker import Bare, main
 from howdah.errors import LeaseLost
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from howdah.chaos.ledger import from_environment
-from howdah.chaos.producer import main
+from howdah.chaos.processes.producer import main
 from howdah.queue import JobQueue
 
 _enqueue_many = JobQueue.enqueue_many

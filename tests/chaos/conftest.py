@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from wire import Wire
+from faulty_proxy import Wire
 
 from children import Children
 

@@ -34,11 +34,8 @@ from server_faults import (  # noqa: E402
     TerminateBackends,
 )
 
-from howdah.chaos import hits, report  # noqa: E402
-from howdah.chaos.producer import MISFITS  # noqa: E402
-from howdah.chaos.run import Load, Verdict, perform  # noqa: E402
-from howdah.chaos.scenario import Place, Scenario  # noqa: E402
-from howdah.chaos.scenarios import (  # noqa: E402
+from howdah.chaos import fault_hits, report  # noqa: E402
+from howdah.chaos.process_faults import (  # noqa: E402
     WORKERS,
     Calm,
     FaultPoints,
@@ -48,6 +45,9 @@ from howdah.chaos.scenarios import (  # noqa: E402
     PauseWorkers,
     RollingRestarts,
 )
+from howdah.chaos.processes.producer import MISFITS  # noqa: E402
+from howdah.chaos.run import Load, Verdict, perform  # noqa: E402
+from howdah.chaos.scenario import Place, Scenario  # noqa: E402
 from howdah.embedded import EmbeddedServer  # noqa: E402
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Misfits(Calm):
     least = 15.0
 
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
-        return super().missed(history, [*MISFITS, hits.OWN], lease)
+        return super().missed(history, [*MISFITS, fault_hits.OWN], lease)
 
 
 def often(scenario: Scenario, every: float) -> Scenario:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from wire import Wire
+from faulty_proxy import Wire
 
 from howdah.chaos.scenario import Fault, Place, Scenario, Stage
 from howdah.embedded import EmbeddedServer

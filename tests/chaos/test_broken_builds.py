@@ -14,10 +14,10 @@ from server_faults import KillServer
 
 from howdah.chaos import ledger
 from howdah.chaos.history import History
+from howdah.chaos.process_faults import Calm, FaultPoints, KillWorkers, PauseWorkers
 from howdah.chaos.run import Load, Verdict
 from howdah.chaos.run import perform as play
 from howdah.chaos.scenario import Place, Scenario
-from howdah.chaos.scenarios import Calm, FaultPoints, KillWorkers, PauseWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

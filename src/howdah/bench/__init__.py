@@ -3,7 +3,7 @@ draws it; the benchmarks against other queues are another thing, and live outsid
 
 from howdah.bench.figures import Figures, Latency, Rate, Server, advice
 from howdah.bench.measure import STEPS, Bench, Progress
-from howdah.bench.place import borrowed_schema
+from howdah.bench.temporary_schema import borrowed_schema
 
 __all__ = [
     "STEPS",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from howdah.chaos.judging import PROMISES, Case, Finding
-from howdah.chaos.leases import Leases
-from howdah.chaos.order import Order
-from howdah.chaos.resuming import Resuming
-from howdah.chaos.work import Work
+from howdah.chaos.checks.check import PROMISES, Case, Finding
+from howdah.chaos.checks.jobs import Work
+from howdah.chaos.checks.leases import Leases
+from howdah.chaos.checks.ordering import Order
+from howdah.chaos.checks.recovery_time import Resuming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from howdah.chaos import hits
+from howdah.chaos import fault_hits
 from howdah.chaos import ledger as ledgers
 from howdah.chaos.checker import Checker, Finding
-from howdah.chaos.crew import BARE, EFFECTS, ChaosError, Crew
 from howdah.chaos.history import Database, History, Row
-from howdah.chaos.producer import PRIORITIES
+from howdah.chaos.process_faults import Mixed
+from howdah.chaos.processes.producer import PRIORITIES
+from howdah.chaos.processes.supervisor import BARE, EFFECTS, ChaosError, Crew
 from howdah.chaos.scenario import Fault, Scenario, Stage
-from howdah.chaos.scenarios import Mixed
 from howdah.database import connection
 from howdah.database.connection import Connection, DatabaseError
 from howdah.protocol.schema_name import quote_schema
@@ -306,9 +306,9 @@ class Run:
             acknowledged=acknowledged,
             statuses=statuses,
             executions=sum(bool(x.starts) for leases in history.jobs.values() for x in leases),
-            hits=hits.count(history, self.load.lease),
+            hits=fault_hits.count(history, self.load.lease),
             planned=planned,
-            recoveries=hits.recovery_times(history),
+            recoveries=fault_hits.recovery_times(history),
             notes=notes,
             missed=self.scenario.missed(history, planned, self.load.lease),
             excused=sorted(excused, key=str),

@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from howdah.chaos import hits
+from howdah.chaos import fault_hits
 from howdah.database import connection
 from howdah.database.connection import Connection, DatabaseError
 from howdah.protocol.schema_name import quote_schema
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from random import Random
 
     from howdah.chaos.checker import Finding
-    from howdah.chaos.crew import Child, Crew
     from howdah.chaos.history import History
     from howdah.chaos.ledger import Ledger
+    from howdah.chaos.processes.supervisor import Child, Crew
 
 BUSY = 3
 """Jobs in hand that make a worker worth a fault."""
@@ -212,7 +212,7 @@ class Scenario:
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
         """What the run was to show and did not, as sentences: `planned` are the names of its faults, each
         of which must have found a job in the middle."""
-        hit = hits.count(history, lease)
+        hit = fault_hits.count(history, lease)
         return [f'no "{name}" hit a job in the middle' for name in planned if not hit.get(name)]
 
     def excused(self, stage: Stage, findings: Sequence[Finding]) -> Sequence[Finding]:

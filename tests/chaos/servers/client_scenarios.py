@@ -11,10 +11,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from builds import newer_build, pointing_to
-from clock import HOUR, off_by
-from cuts import CALLS, Cutter, schedule
-from gate import Gate
-from machines import machine, workspace
+from commit_cuts import CALLS, Cutter, schedule
+from commit_proxy import Gate
+from embedded_servers import machine, workspace
+from fake_clock import HOUR, off_by
 from server_scenarios import while_loaded
 
 from children import until

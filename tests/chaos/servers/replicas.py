@@ -14,8 +14,8 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from gate import Gate
-from machines import SETTINGS, cut_power, server_socket
+from commit_proxy import Gate
+from embedded_servers import SETTINGS, cut_power, server_socket
 
 from children import until
 from howdah.embedded import EmbeddedServer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import clock
+import fake_clock
 import pooler
 import small_disk
 from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
@@ -36,7 +36,7 @@ if pooler.PROGRAM is not None:
     SCENARIOS += [Pooled()]
 else:
     MISSING.append(pooler.MISSING)
-if clock.library() is not None:
-    SCENARIOS += [WrongClocks(clock.HOUR), WrongClocks(-clock.HOUR)]
+if fake_clock.library() is not None:
+    SCENARIOS += [WrongClocks(fake_clock.HOUR), WrongClocks(-fake_clock.HOUR)]
 else:
-    MISSING.append(clock.MISSING)
+    MISSING.append(fake_clock.MISSING)

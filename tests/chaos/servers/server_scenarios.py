@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import disturbances
 import psycopg
-from machines import come_up, machine, workspace
+from embedded_servers import come_up, machine, workspace
 from pooler import Pooler, pooler
 from replicas import Replicas, replicas
 from small_disk import Part, SmallDisk, cramped

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from machines import SETTINGS
+from embedded_servers import SETTINGS
 
 from howdah.embedded import EmbeddedServer
 

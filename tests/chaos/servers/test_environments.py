@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
-import clock
 import disturbances
+import fake_clock
 import pooler
 import psycopg
 import pytest
 import small_disk
 from builds import newer_build, older_build, pointing_to
-from gate import Gate
-from machines import come_up, machine, workspace
+from commit_proxy import Gate
+from embedded_servers import come_up, machine, workspace
 from replicas import replicas
 
 from children import until
@@ -124,8 +124,8 @@ def test_a_pooler_keeps_its_port_when_it_is_killed_and_started_again(
             conn.execute("SELECT 1")
 
 
-@pytest.mark.skipif(clock.library() is None, reason=clock.MISSING)
-@pytest.mark.parametrize("seconds", [clock.HOUR, -clock.HOUR])
+@pytest.mark.skipif(fake_clock.library() is None, reason=fake_clock.MISSING)
+@pytest.mark.parametrize("seconds", [fake_clock.HOUR, -fake_clock.HOUR])
 def test_a_clock_that_is_off_is_off_in_that_process_and_its_monotonic_clock_is_not(
     seconds: int,
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_clock_that_is_off_is_off_in_that_process_and_its_monotonic_clock_is_n
     before = time.time(), time.monotonic()
     said = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | clock.off_by(seconds),
+        env=os.environ | fake_clock.off_by(seconds),
         capture_output=True,
         check=True,
         text=True,

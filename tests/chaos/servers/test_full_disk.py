@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import small_disk
-from machines import workspace
+from embedded_servers import workspace
 
 from howdah import AsyncJobQueue, DatabaseFull, JobQueue
 from howdah.database.driver_errors import is_transient

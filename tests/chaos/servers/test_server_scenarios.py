@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import clock
+import fake_clock
 import pooler
 import pytest
 import small_disk
 from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
-from cuts import CALLS
+from commit_cuts import CALLS
 from server_scenarios import (
     DiskFull,
     FailOver,
@@ -74,8 +74,8 @@ def test_a_pooler_may_be_restarted_and_killed(play: Play) -> None:
     assert_kept(play(Pooled()), "restart the pooler", "kill the pooler")
 
 
-@pytest.mark.skipif(clock.library() is None, reason=clock.MISSING)
-@pytest.mark.parametrize("hour", [clock.HOUR, -clock.HOUR])
+@pytest.mark.skipif(fake_clock.library() is None, reason=fake_clock.MISSING)
+@pytest.mark.parametrize("hour", [fake_clock.HOUR, -fake_clock.HOUR])
 def test_the_clocks_of_workers_and_producers_do_not_matter(play: Play, hour: int) -> None:
     assert_kept(play(WrongClocks(hour)), "kill worker")
 

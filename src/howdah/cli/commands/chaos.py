@@ -17,9 +17,15 @@ from rich.table import Table
 
 from howdah.chaos import report
 from howdah.chaos.checker import PROMISES
+from howdah.chaos.process_faults import (
+    FaultPoints,
+    KillWorkers,
+    Mixed,
+    PauseWorkers,
+    RollingRestarts,
+)
 from howdah.chaos.run import Load, Verdict, perform
 from howdah.chaos.scenario import Place
-from howdah.chaos.scenarios import FaultPoints, KillWorkers, Mixed, PauseWorkers, RollingRestarts
 from howdah.cli.options import connect, json_option, resolve_url, unreachable
 from howdah.cli.stopping import ignore_stops, stoppable
 from howdah.database.connection import ConnectionFailed, DatabaseError, InsufficientPrivilege

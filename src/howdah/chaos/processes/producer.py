@@ -1,7 +1,7 @@
 """A producer: enqueues in every way there is until it is told to stop, and writes to the ledger what it asked
 for and what it was told.
 
-    python -m howdah.chaos.producer --number 1 --seed 7 --rate 60 --misfits
+    python -m howdah.chaos.processes.producer --number 1 --seed 7 --rate 60 --misfits
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from howdah.chaos.crew import BARE, COMMAND_TIMEOUT, SCHEMA_VARIABLE
 from howdah.chaos.ledger import Ledger, from_environment
+from howdah.chaos.processes.supervisor import BARE, COMMAND_TIMEOUT, SCHEMA_VARIABLE
 from howdah.database import connection
 from howdah.database.connection import DatabaseError
 from howdah.errors import HowdahError, InvalidJob

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from children import Children, until
 from howdah.chaos import ledger
 from howdah.chaos.checker import Checker
-from howdah.chaos.crew import BARE, EFFECTS, Crew
 from howdah.chaos.history import History
+from howdah.chaos.processes.supervisor import BARE, EFFECTS, Crew
 from howdah.chaos.run import read_database
 from howdah.chaos.scenario import Place
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import psycopg
-    from wire import Wire
+    from faulty_proxy import Wire
 
     from howdah import JobQueue
 

@@ -7,13 +7,13 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from howdah.chaos.judging import Finding, Judge, numbers, successions
+from howdah.chaos.checks.check import Finding, Judge, numbers, successions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from howdah.chaos.checks.check import Case
     from howdah.chaos.history import Database, History
-    from howdah.chaos.judging import Case
     from howdah.chaos.ledger import Line
 
 

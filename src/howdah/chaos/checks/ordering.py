@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from howdah.chaos.judging import Finding, Judge, numbers
+from howdah.chaos.checks.check import Finding, Judge, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from howdah.chaos.checks.check import Case
     from howdah.chaos.history import Enqueue
-    from howdah.chaos.judging import Case
     from howdah.chaos.ledger import Line
 
 

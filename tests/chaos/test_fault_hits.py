@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_checker import JOB, LEASE, Story, killed
 
-from howdah.chaos import hits
+from howdah.chaos import fault_hits
 from howdah.chaos.history import History
 from howdah.chaos.ledger import Ledger
+from howdah.chaos.process_faults import FaultPoints, is_enqueueing
 from howdah.chaos.scenario import Scenario
-from howdah.chaos.scenarios import FaultPoints, is_enqueueing
 from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def counted(story: Story) -> dict[str, int]:
-    return hits.count(History(story.lines), LEASE)
+    return fault_hits.count(History(story.lines), LEASE)
 
 
 def fault(story: Story, begin: float, end: float, **fields: Any) -> Story:
@@ -68,7 +68,7 @@ def test_a_handler_that_kills_its_worker_is_counted_with_its_neighbours() -> Non
     story = claimed().claim(1, "k", job="bad", type="chaos.killer")
     story.line(1.2, "start", job="bad", fence="k", attempt=1)
     story.line(1.3, "exit", 1, child=10, role="worker", code=-9)
-    assert counted(story) == {hits.OWN: 1, "chaos.killer": 1}
+    assert counted(story) == {fault_hits.OWN: 1, "chaos.killer": 1}
 
 
 def test_what_hit_nothing_is_told() -> None:

@@ -1,4 +1,4 @@
-"""`python -m bench.tryouts`: the settings of peers that were tried before the best were taken, in turns with each
+"""`python -m bench.compare_settings`: the settings of peers that were tried before the best were taken, in turns with each
 other like the rounds of the benchmarks. Prints medians and spreads, of rates also the CPU time of a job in client and
 server, which a busy machine changes less; the headers of the adapters say what was made of them."""
 
@@ -11,8 +11,8 @@ import sys
 from collections import defaultdict
 
 from bench import peers, plan, workloads
-from bench.choices import in_environment, told
-from bench.launch import HOME, AdapterError
+from bench.adapter_process import HOME, AdapterError
+from bench.auto_tuning import in_environment, told
 from bench.services import Postgres, Redis
 
 # By peer: the settings, in the variables that its adapter reads, and the workloads that they were tried on.
@@ -114,7 +114,7 @@ def _try(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.tryouts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.compare_settings", description=__doc__)
     parser.add_argument("--peers", help="names, separated by commas")
     parser.add_argument("--only", default="", help="workloads whose names begin so")
     parser.add_argument("--rounds", type=int, default=3)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from howdah.chaos.judging import FINAL, Finding, Judge, numbers, successions
+from howdah.chaos.checks.check import FINAL, Finding, Judge, numbers, successions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from howdah.chaos.checks.check import Case
     from howdah.chaos.history import Lease
-    from howdah.chaos.judging import Case
 
 
 RETURNED = 10

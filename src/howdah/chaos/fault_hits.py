@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from howdah.chaos.producer import MISFITS
+from howdah.chaos.processes.producer import MISFITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

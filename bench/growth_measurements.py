@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from bench import howdah_checks
-from bench.launch import AdapterError
+from bench.adapter_process import AdapterError
 from bench.results import percentile
 from bench.services import cpu_seconds
 from howdah.protocol.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
-    from bench.launch import AdapterProcess
+    from bench.adapter_process import AdapterProcess
     from bench.ledger import Ledger
     from bench.peers import Peer
     from bench.workloads import Figures, Stage

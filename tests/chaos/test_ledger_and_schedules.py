@@ -14,7 +14,7 @@ import pytest
 from server_faults import SERVER
 
 from howdah.chaos import ledger
-from howdah.chaos.scenarios import WORKERS
+from howdah.chaos.process_faults import WORKERS
 from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:

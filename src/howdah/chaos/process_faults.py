@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from howdah.chaos import hits
+from howdah.chaos import fault_hits
 from howdah.chaos.scenario import Fault, Scenario, Stage
 from howdah.execution.fault_points import POINTS
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-    from howdah.chaos.crew import Child
     from howdah.chaos.history import History
+    from howdah.chaos.processes.supervisor import Child
     from howdah.chaos.scenario import Place
 
 DEATH_PATIENCE = 15.0
@@ -107,7 +107,7 @@ class FaultPoints(Scenario):
             victim.wait(DEATH_PATIENCE)
 
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
-        reached = {window.begin.get("point") for window in hits.windows(history, lease)}
+        reached = {window.begin.get("point") for window in fault_hits.windows(history, lease)}
         left = sorted(self._drawn - reached)
         return [f"no worker died with a job in hand at {point}" for point in left]
 

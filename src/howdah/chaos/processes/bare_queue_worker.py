@@ -1,7 +1,7 @@
 """A worker that does without `howdah worker`: a loop of one's own on a bare `JobQueue`, as some users write it.
 Claims a few jobs, extends their leases, completes them, fails some, and gives back what is left at SIGTERM.
 
-    python -m howdah.chaos.bare
+    python -m howdah.chaos.processes.bare_queue_worker
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from howdah.chaos import watched
-from howdah.chaos.crew import BARE, COMMAND_TIMEOUT, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.chaos.ledger import Ledger, from_environment
+from howdah.chaos.processes import recording_stores
+from howdah.chaos.processes.supervisor import BARE, COMMAND_TIMEOUT, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.database.connection import DatabaseError
 from howdah.errors import HowdahError, LeaseLost
 from howdah.queue import JobQueue
@@ -93,7 +93,7 @@ def main() -> None:
     if ledger is None:
         raise SystemExit("this worker is a part of a chaos run and needs its ledger.")
     lease = float(os.environ[LEASE_VARIABLE])
-    watched.watch(ledger, lease)
+    recording_stores.watch(ledger, lease)
     bare = Bare(os.environ["HOWDAH_DATABASE_URL"], os.environ[SCHEMA_VARIABLE], lease, ledger)
 
     def stop(number: int, frame: object) -> None:

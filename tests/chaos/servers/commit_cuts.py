@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg
-from gate import CUTS
+from commit_proxy import CUTS
 
 from children import until
 from howdah.protocol.schema_name import quote_schema
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
-    from gate import Cut, Round
+    from commit_proxy import Cut, Round
 
     from howdah.chaos.scenario import Stage
 

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from howdah.app import App
-from howdah.chaos import ledger, watched
-from howdah.chaos.crew import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
+from howdah.chaos import ledger
+from howdah.chaos.processes import recording_stores
+from howdah.chaos.processes.supervisor import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.context import Context, current
 from howdah.database import connection
 from howdah.protocol.schema_name import quote_schema
@@ -29,7 +30,7 @@ SOON = Retry.fixed(0.05)
 
 _ledger = ledger.from_environment()
 if _ledger is not None:
-    watched.watch(_ledger, LEASE)
+    recording_stores.watch(_ledger, LEASE)
 
 app = App(schema=SCHEMA, lease=LEASE)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING
 
-from howdah.chaos.judging import Finding, Judge, numbers
+from howdah.chaos.checks.check import Finding, Judge, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from howdah.chaos.judging import Case
+    from howdah.chaos.checks.check import Case
     from howdah.chaos.ledger import Line
 
 

@@ -1,0 +1,1 @@
+"""The checks of a chaos run, one module per group of promises."""

@@ -1,0 +1,1 @@
+"""The processes of a chaos run: workers, producers, and the supervisor that starts and replaces them."""
