@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
+def database(fresh_database: str) -> str:
+    return fresh_database
+
+
+@pytest.fixture
 def wire(database: str) -> Iterator[Wire]:
     wire = Wire(database)
     yield wire

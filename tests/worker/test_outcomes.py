@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 EXECUTORS = ("async", "thread", "process")
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 in_each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
