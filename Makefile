@@ -4,8 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
+# Stamps: the package with what the demo needs, and on top of it the tools of a developer.
+DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 SMOKE := .venv-smoke
+MATRIX := .venv-matrix
 # Each of these has a PostgreSQL of its own, and the tests wait more than they compute.
 PARALLEL := -n 4 --dist worksteal --timeout 300
 
@@ -16,16 +19,16 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share a machine, a database and a directory: `make -j` runs them one after the other.
 .NOTPARALLEL:
-.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick skill-zip skill-figures clean FORCE
+.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick skill-zip skill-figures matrix clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## See it work, on a PostgreSQL of its own that is removed again
+demo: $(DEMO) ## See it work, on a PostgreSQL of its own that is removed again
 	@$(PY) -m howdah demo
 
-recording: $(INSTALLED) ## Record the demo anew for the README
+recording: $(DEMO) ## Record the demo anew for the README
 	@$(PY) tools/record_demo.py
 
 test: lint typecheck unit smoke chaos-quick ## Run the checks; `make slow` has the long ones
@@ -46,8 +49,11 @@ format: $(INSTALLED) ## Format the code and fix what can be fixed
 typecheck: $(INSTALLED) ## Check types
 	$(PY) -m mypy
 
-unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some
-	$(PY) -m pytest $(PARALLEL) -m "not slow" --durations=5 $(ARGS)
+unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some, PG_BIN=DIRECTORY another PostgreSQL
+	$(PY) -m pytest $(PARALLEL) -m "not slow" --durations=5 $(if $(PG_BIN),--pg-bin="$(PG_BIN)") $(ARGS)
+
+matrix: $(DEMO) ## Run the tests on every Python and PostgreSQL of this machine; ARGS="-k claim" picks some
+	$(PY) tools/matrix.py $(MATRIX) $(PARALLEL) -m "not slow" $(ARGS)
 
 smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
 	rm -rf dist $(SMOKE)
@@ -95,7 +101,7 @@ skill-figures: $(INSTALLED) ## Write the measured figures into the agent skill
 	$(PY) tools/skill_figures.py
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(SMOKE) build dist dist.log *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(SMOKE) $(MATRIX) build dist dist.log *.egg-info src/*.egg-info
 	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -103,24 +109,31 @@ clean: ## Remove what the other targets made
 # and the Python that was asked for. An environment that works is kept if none was.
 ASKED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 STAMP := $(strip $(CURDIR) $(ASKED))
-ifneq ($(strip $(shell cat $(INSTALLED) 2>/dev/null)),$(STAMP))
-$(INSTALLED): FORCE
+ifneq ($(strip $(shell cat $(DEMO) 2>/dev/null)),$(STAMP))
+$(DEMO): FORCE
 endif
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 VERSION := import sys; print(sys.version_info[:2])
 
-$(INSTALLED): pyproject.toml
+$(DEMO): pyproject.toml
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
 	  echo "Howdah needs Python 3.11 or newer; $(PYTHON) says: $$($(PYTHON) --version 2>&1 | head -n 1)" >&2; \
 	  echo "Name another one, as in: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; \
 	  exit 1; }
-	@echo "Setting up $(VENV); this takes a minute, once."
+	@echo "Setting up $(VENV) with Howdah and the embedded PostgreSQL; this happens once."
 	@if $(PY) -c '$(NEW_ENOUGH)' 2>/dev/null && $(PY) -m pip --version >/dev/null 2>&1 && { [ -z '$(ASKED)' ] || \
 	  [ "$$($(PY) -c '$(VERSION)')" = "$$($(PYTHON) -c '$(VERSION)')" ]; }; then :; else \
 	  $(PYTHON) -m venv --clear $(VENV) || { \
 	    echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	    exit 1; }; \
 	fi
-	@$(PY) -m pip install --quiet --editable '.[dev]'
+	@$(PY) -m pip install --quiet --editable '.[embedded]'
 	@printf '%s\n' '$(STAMP)' > $@
+
+# `--group` needs pip 25.1, and the pip that a new environment starts with may be older.
+$(INSTALLED): $(DEMO)
+	@echo "Adding the tools for developers to $(VENV); this takes a minute, once."
+	@$(PY) -m pip install --quiet 'pip>=25.1'
+	@$(PY) -m pip install --quiet --editable '.[all]' --group dev
+	@touch $@

@@ -1,5 +1,5 @@
-"""The pytest fixtures. pytest loads this wherever Howdah is installed, so it stands outside of the package
-and imports nothing of it until a fixture is used."""
+"""The pytest fixtures. pytest loads this module wherever Howdah is installed, so it is outside the package
+and imports it only when a fixture is used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--howdah-database-url`, and the settings behind it."""
+    """Add `--howdah-database-url` and its settings."""
     about = (
-        "the existing database that howdah_database uses, instead of an embedded PostgreSQL; "
-        "{worker} stands for the xdist worker"
+        "an existing database for howdah_database to use instead of an embedded PostgreSQL; "
+        "{worker} is replaced by the name of the xdist worker"
     )
     parser.getgroup("howdah").addoption("--howdah-database-url", default=None, help=about)
     parser.addini("howdah_database_url", about, default="")
@@ -40,8 +40,8 @@ def _howdah_session(request: pytest.FixtureRequest) -> Iterator[tuple[str, Calla
     given = setting("howdah_database_url")
     with contextlib.ExitStack() as session:
         url = normalize_url(given) if given else session.enter_context(session_server())
-        own = session_schema(url, setting("howdah_schema"), drop=bool(given))
-        schema = session.enter_context(own)
+        temporary_schema = session_schema(url, setting("howdah_schema"), drop=bool(given))
+        schema = session.enter_context(temporary_schema)
         yield url, schema.empty
 
 
@@ -50,7 +50,7 @@ def howdah_database(
     _howdah_session: tuple[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> str:
     """An empty queue for this test, on a PostgreSQL that is started once per session. Its URL is also in
-    HOWDAH_DATABASE_URL, where an `App()` or a `JobQueue()` without a database of its own finds it."""
+    HOWDAH_DATABASE_URL, which `App()` and `JobQueue()` use if they are given no database."""
     url, empty = _howdah_session
     empty()
     monkeypatch.setenv("HOWDAH_DATABASE_URL", url)

@@ -551,7 +551,7 @@ def test_polling_claim_alone_brings_back_the_job_of_a_dead_process(database: str
         job = survivor.claim_one()
     assert job is not None
     assert (job.attempts, job.request_id) == (2, "r")
-    assert (job.last_error or "").startswith("the lease ran out")
+    assert (job.last_error or "").startswith("the lease expired")
     survivor.close()
 
 

@@ -94,9 +94,13 @@ class SchemaOutdated(HowdahError):
 
     def __init__(self, schema: str, found: int, needed: int, *, permitted: bool = True) -> None:
         self.schema, self.found, self.needed = schema, found, needed
+        what = (
+            f"is at version {found} and this Howdah needs {needed}"
+            if found != needed
+            else f"has the functions of another build of version {found}"
+        )
         super().__init__(
-            f'schema "{schema}" is at version {found} and this Howdah needs {needed}. '
-            "Run `howdah migrate`"
+            f'schema "{schema}" {what}. Run `howdah migrate`'
             + ("." if permitted else " as its administrator; this role may not.")
         )
 

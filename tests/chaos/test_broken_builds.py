@@ -100,7 +100,7 @@ BUILDS = [
     Build("the lock of a claim, on a server that crashes", "P3", CrashServer, NO_LOCK),
     Build(
         "leases: rescue goes by age", "P3",
-        edits={"lock_stale": {
+        edits={"lock_stale_jobs": {
             "j.lease_expires_at BETWEEN p_from AND p_until": "true",
             "p_timeout IS NULL OR j.claimed_at <= clock_timestamp() - p_timeout":
                 "j.claimed_at <= clock_timestamp() - interval '0.2 s'",
@@ -120,7 +120,7 @@ BUILDS = [
     ),
     Build(
         "the refund of an attempt that never began", "P8", KillAfterClaim,
-        edits={"return_jobs": {
+        edits={"requeue_jobs": {
             "(j.started_at IS NULL AND j.claims - j.attempts < 10))::int": "false)::int",
         }},
     ),
@@ -149,8 +149,8 @@ BUILDS = [
     Build(
         "jobs that were tried more than once", "P1",
         edits={"finish_jobs": {
-            "WHERE p_status <> 'completed' OR g.keep": "WHERE g.attempts = 1 AND true OR g.keep",
-            "g.keep IS NULL OR": "false OR",
+            "WHERE p_status <> 'completed' OR r.keep": "WHERE r.attempts = 1 AND true OR r.keep",
+            "r.keep IS NULL OR": "false OR",
         }},
     ),
     Build(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from howdah import JobQueue
 
-LATEST = "SELECT max(last_run_at) FROM howdah.maintenance WHERE duty IN ('recover', 'settle')"
+LATEST = "SELECT max(last_run_at) FROM howdah.maintenance WHERE duty IN ('recover', 'keys')"
 WAITING = (
     "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%run_maintenance()%' "
     "AND wait_event_type = 'Lock' AND datname = current_database()"

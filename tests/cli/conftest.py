@@ -27,7 +27,7 @@ def filled_shop(databases: Databases, template: str) -> Shop:
 
 @pytest.fixture
 def shop(filled_shop: Shop) -> Shop:
-    """A database with a bit of everything, which tests only look at, and where work was done just now."""
+    """A database with jobs in every state and recent throughput. Tests only read it."""
     with psycopg.connect(filled_shop.url, autocommit=True) as conn:
         conn.execute(
             "UPDATE howdah.throughput "
@@ -43,13 +43,13 @@ def wiped(emptied_database: str) -> str:
 
 @pytest.fixture
 def look(shop: Shop) -> Run:
-    """Runs a command on the shop."""
+    """Runs a command on the shop database."""
     return lambda *arguments, **options: invoke(*arguments, "--database", shop.url, **options)
 
 
 @pytest.fixture
 def act(database: str) -> Run:
-    """Runs a command on a database of the test's own."""
+    """Runs a command on the test's database."""
     return lambda *arguments, **options: invoke(*arguments, "--database", database, **options)
 
 
@@ -60,7 +60,7 @@ def read_json() -> Callable[[Result], list[dict[str, Any]]]:
 
 @pytest.fixture
 def terminal() -> Iterator[Callable[..., Terminal]]:
-    """Starts commands in terminals of their own."""
+    """Starts commands, each in a pseudo-terminal."""
     opened: list[Terminal] = []
 
     def start(*arguments: object, width: int = 120, height: int = 40, **variables: str) -> Terminal:
@@ -74,7 +74,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 
 @pytest.fixture
 def piped() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a command as a process of its own, its output in pipes."""
+    """Runs a command as a process with its output in pipes."""
 
     def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}
@@ -98,17 +98,17 @@ def _doing(work: Callable[[], None]) -> Iterator[None]:
 
 @pytest.fixture
 def meanwhile() -> Callable[[Callable[[], None]], Any]:
-    """Does something in another thread during a `with`."""
+    """Runs a function in another thread during a `with` block."""
     return _doing
 
 
 @pytest.fixture
 def reader(server: EmbeddedServer, shop: Shop) -> Iterator[str]:
-    """The shop's URL for a role that may only look."""
+    """The shop's URL for a role that may only read."""
     with psycopg.connect(shop.url, autocommit=True) as conn:
-        conn.execute("CREATE ROLE looker LOGIN")
-        conn.execute("GRANT USAGE ON SCHEMA howdah TO looker")
-        conn.execute("GRANT SELECT ON ALL TABLES IN SCHEMA howdah TO looker")
-        yield shop.url.replace("://howdah@", "://looker@")
-        conn.execute("DROP OWNED BY looker")
-        conn.execute("DROP ROLE looker")
+        conn.execute("CREATE ROLE reader_role LOGIN")
+        conn.execute("GRANT USAGE ON SCHEMA howdah TO reader_role")
+        conn.execute("GRANT SELECT ON ALL TABLES IN SCHEMA howdah TO reader_role")
+        yield shop.url.replace("://howdah@", "://reader_role@")
+        conn.execute("DROP OWNED BY reader_role")
+        conn.execute("DROP ROLE reader_role")

@@ -1,5 +1,5 @@
-"""What the tests of commands stand on: a queue with a bit of everything in it, commands in this process,
-and commands in a real terminal."""
+"""Support for the tests of commands: a queue with jobs in every state, commands in this process, and
+commands in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ HOWDAH = [sys.executable, "-m", "howdah"]
 
 
 def ids(text: str) -> list[str]:
-    """Every id in a text, whole ones only."""
+    """Every complete id in a text."""
     return ID.findall(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shop:
-    """A database that tests only look at, and the jobs in it, oldest first."""
+    """A database that tests only read, and its jobs, oldest first."""
 
     url: str
     completed: UUID
@@ -55,7 +55,7 @@ class Shop:
 
 
 def fill(url: str) -> Shop:
-    """Enqueue, work, fail and cancel until there is a bit of everything."""
+    """Enqueue, run, fail and cancel jobs, so that there is one in every state."""
     queue = JobQueue(url, worker_id="worker-1", lease=86400)
     completed = queue.enqueue("resize", {"path": "a.png", "size": {"width": 400}}).id
     job = queue.claim_one()
@@ -91,7 +91,7 @@ def fill(url: str) -> Shop:
             ' "completed": 600, "failed": 30, "retried": 0, "cancelled": 0, "wait_seconds": 63.0,'
             ' "run_seconds": 1260.0}]\')'
         )
-        # A worker that beats all day: the tests may take their time.
+        # A heartbeat in the future: the worker counts as alive however long the tests take.
         conn.execute("UPDATE howdah.workers SET seen_at = clock_timestamp() + interval '1 day'")
     queue.close()
     return Shop(
@@ -104,7 +104,7 @@ Run = Callable[..., Result]
 
 
 def invoke(*arguments: object, **options: Any) -> Result:
-    """A command in this process. Whatever goes wrong, it is no traceback."""
+    """Run a command in this process. It must not end with a traceback."""
     result = CliRunner().invoke(main, [str(each) for each in arguments], **options)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.stderr
@@ -134,18 +134,18 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What appeared, without colours and movements."""
+        """The output without escape sequences."""
         return ESCAPES.sub("", self.raw).replace("\r\n", "\n").replace("\r", "\n")
 
     def read(self, until: str | None = None, *, times: int = 1, timeout: float = 120) -> str:
-        """Read until a text appeared so many times, or to the end."""
+        """Read until a text has appeared `times` times, or to the end."""
         deadline = time.monotonic() + timeout
         while until is None or self.text.count(until) < times:
             ready, _, _ = select.select([self._file], [], [], max(0, deadline - time.monotonic()))
             assert ready, f"nothing more within {timeout} s after: {self.raw[-2000:]}"
             try:
                 chunk = os.read(self._file, 65536)
-            except OSError:  # Linux says so instead of giving an empty answer
+            except OSError:  # Linux raises an error at the end instead of returning nothing
                 chunk = b""
             if not chunk:
                 assert until is None, f"it ended without {until!r}: {self.raw[-2000:]}"
@@ -160,7 +160,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def wait(self) -> int:
-        """Read to the end; the exit code."""
+        """Read to the end. Returns the exit code."""
         self.read()
         return self.process.wait(120)
 

@@ -1,4 +1,4 @@
-"""`howdah bench`: what it shows, what it advises, and that it leaves nothing behind."""
+"""`howdah bench`: its output, its advice, and that it removes its schema."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def has_left(url: str) -> bool:
-    """Whether nobody is connected any more but who asks."""
+def is_alone(url: str) -> bool:
+    """Whether this is the only connection."""
     with psycopg.connect(url) as conn:
         row = conn.execute(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
@@ -50,10 +50,10 @@ def children(pid: int) -> list[int]:
         return [int(each) for each in file.read().split()]
 
 
-# ── what it says ──────────────────────────────────────────────────────────────────────────────────
+# ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_figures_for_programs(database: str, read_json: Any) -> None:
+def test_bench_prints_the_figures_as_json(database: str, read_json: Any) -> None:
     [found] = read_json(invoke("bench", "--seconds", 1, "--json", "--database", database))
     for name in ("one_caller", "many_callers", "bulk", "worker"):
         rate = found[name]
@@ -71,18 +71,20 @@ def test_the_figures_for_programs(database: str, read_json: Any) -> None:
 
 
 @pytest.mark.parametrize(("width", "colour"), [(60, False), (120, True)])
-def test_it_is_live_and_fits(terminal: Any, database: str, width: int, colour: bool) -> None:
+def test_it_shows_progress_and_fits_the_terminal(
+    terminal: Any, database: str, width: int, colour: bool
+) -> None:
     variables = {} if colour else {"NO_COLOR": "1"}
     seen = terminal("bench", "--seconds", "1", "--database", database, width=width, **variables)
     assert seen.wait() == 0
     assert "Traceback" not in seen.text
     assert max(map(len, seen.text.splitlines())) <= width
     assert ("\x1b[32m" in seen.raw) == colour
-    # Under way, step by step,
+    # Progress, step by step,
     assert re.search(r"▶ pick-up +━*─+  p50 [\d.]+ ms", seen.text)
     assert re.search(r"✓ pick-up +p50 [\d.]+ ms, p99 [\d.]+ ms\n▶ one caller +[━─]{20}", seen.text)
     assert re.search(r"○ one worker", seen.text)
-    # and the figures at the end, which stay.
+    # and the figures at the end, which are not erased.
     end = seen.raw[seen.raw.rindex("PostgreSQL ") :]
     assert "\x1b[2K" not in end
     for name in (
@@ -92,25 +94,27 @@ def test_it_is_live_and_fits(terminal: Any, database: str, width: int, colour: b
         "one worker process",
     ):
         assert re.search(rf"{name} +[\d,]+ jobs/s  ━+\n", seen.text)
-    assert "Nothing is left in the database." in seen.text
+    assert "The temporary schema was removed." in seen.text
     assert schemas(database) == []
 
 
-def test_piped_it_is_plain_and_only_the_answer(piped: Any, database: str) -> None:
+def test_piped_output_is_plain_and_without_progress(piped: Any, database: str) -> None:
     done = piped("bench", "--seconds", 1, "--database", database)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert done.stdout.startswith("PostgreSQL ")
     assert "Measuring" not in done.stdout
     assert re.search(r"^one worker process +[\d,]+ jobs/s$", done.stdout, re.MULTILINE)
-    assert re.fullmatch(r"Took [\d.]+ s\. Nothing is left in the database\.\n", done.stderr)
+    assert re.fullmatch(r"Took [\d.]+ s\. The temporary schema was removed\.\n", done.stderr)
 
 
-# ── nothing is left ───────────────────────────────────────────────────────────────────────────────
+# ── cleanup ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("step", ["pick-up", "in bulk", "one worker"])
-def test_ctrl_c_leaves_nothing(terminal: Any, database: str, step: str) -> None:
+def test_ctrl_c_removes_the_schema_and_closes_every_connection(
+    terminal: Any, database: str, step: str
+) -> None:
     seen = terminal("bench", "--seconds", "8", "--database", database)
     seen.read(until=f"▶ {step}")
     assert len(schemas(database)) == 1
@@ -118,13 +122,13 @@ def test_ctrl_c_leaves_nothing(terminal: Any, database: str, step: str) -> None:
     seen.interrupt()
     assert seen.wait() == 128 + signal.SIGINT
     assert "Traceback" not in seen.text
-    assert "Stopped. Nothing is left in the database." in seen.text
-    assert seen.raw.count("\x1b[?25l") == seen.raw.count("\x1b[?25h"), "the cursor is back"
+    assert "Stopped. The temporary schema was removed." in seen.text
+    assert seen.raw.count("\x1b[?25l") == seen.raw.count("\x1b[?25h"), "the cursor is visible"
     assert schemas(database) == []
-    wait_for(lambda: has_left(database), "somebody is still connected")
+    wait_for(lambda: is_alone(database), "another process is still connected")
 
 
-def test_a_worker_that_dies_is_reported(terminal: Any, database: str) -> None:
+def test_a_killed_worker_is_reported(terminal: Any, database: str) -> None:
     seen = terminal("bench", "--seconds", "8", "--database", database)
     seen.read(until="▶ pick-up")
     [worker] = children(seen.process.pid)
@@ -135,7 +139,7 @@ def test_a_worker_that_dies_is_reported(terminal: Any, database: str) -> None:
     assert schemas(database) == []
 
 
-def test_what_a_killed_run_left_goes_with_a_later_one(terminal: Any, database: str) -> None:
+def test_a_later_run_removes_old_schemas_of_killed_runs_only(terminal: Any, database: str) -> None:
     seen = terminal("bench", "--seconds", "8", "--database", database)
     seen.read(until="▶ pick-up")
     [worker] = children(seen.process.pid)
@@ -148,7 +152,7 @@ def test_what_a_killed_run_left_goes_with_a_later_one(terminal: Any, database: s
             return False
         return True
 
-    wait_for(is_gone, "the worker outlives who started it")
+    wait_for(is_gone, "the worker outlives the command that started it")
     [left] = schemas(database)
     old = f"howdah_bench_{int(time.time()) - 2 * 3600:08x}_abcdef"
     try:
@@ -156,7 +160,7 @@ def test_what_a_killed_run_left_goes_with_a_later_one(terminal: Any, database: s
             conn.execute(f"CREATE SCHEMA {old}".encode())
             conn.execute("CREATE SCHEMA howdah_bench_of_mine")
         assert invoke("bench", "--seconds", 1, "--database", database).exit_code == 0
-        # A young one may belong to somebody who measures right now.
+        # A recent schema may belong to a measurement that is still running.
         assert sorted(schemas(database)) == sorted([left, "howdah_bench_of_mine"])
     finally:
         with psycopg.connect(database) as conn:
@@ -164,10 +168,10 @@ def test_what_a_killed_run_left_goes_with_a_later_one(terminal: Any, database: s
             conn.execute("DROP SCHEMA IF EXISTS howdah_bench_of_mine")
 
 
-# ── what it refuses ───────────────────────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_role_that_may_create_nothing_is_told(reader: str) -> None:
+def test_a_role_that_may_not_create_a_schema_is_an_error(reader: str) -> None:
     result = invoke("bench", "--seconds", 1, "--database", reader)
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -177,14 +181,14 @@ def test_a_role_that_may_create_nothing_is_told(reader: str) -> None:
     assert "GRANT CREATE ON DATABASE" in result.stderr
 
 
-def test_a_database_that_does_not_answer() -> None:
+def test_an_unreachable_database_is_code_4() -> None:
     result = invoke("bench", "--database", "postgresql://howdah@127.0.0.1:1/howdah")
     assert result.exit_code == 4
-    assert result.stderr.startswith("Error: ")
+    assert result.stderr.startswith('Error: cannot reach database "howdah" at 127.0.0.1:')
 
 
 @pytest.mark.parametrize("seconds", ["0", "121", "soon"])
-def test_a_wrong_time(database: str, seconds: str) -> None:
+def test_a_wrong_duration_is_code_2(database: str, seconds: str) -> None:
     assert invoke("bench", "--seconds", seconds, "--database", database).exit_code == 2
 
 
@@ -223,5 +227,5 @@ def test_advice_follows_from_the_figures(found: Figures, number: int, words: str
     assert words in advice(found)[number]
 
 
-def test_a_durable_server_is_warned_of_nothing() -> None:
+def test_a_durable_server_gets_no_warning() -> None:
     assert len(advice(figures())) == 2

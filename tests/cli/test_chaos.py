@@ -1,4 +1,4 @@
-"""`howdah chaos`: on a database of the user's own, and nothing is left of it."""
+"""`howdah chaos` on a user's database, and its cleanup."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ OTHERS = (
 
 
 class Chaos:
-    """The command, as a process of its own."""
+    """The command as a process."""
 
     def __init__(self, directory: Path, database: str) -> None:
         self.directory = directory
@@ -40,7 +39,7 @@ class Chaos:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("HOWDAH_")}
         self.process = subprocess.Popen(
             [*HOWDAH, "chaos", "--database", self.database, *options],
-            # Its ledger goes where the test can see it, and its children with it.
+            # The ledger's directory is in the environment of its children, which the test searches.
             env=environment | {"TMPDIR": str(self.directory)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -49,7 +48,7 @@ class Chaos:
         return self.process
 
     def processes(self) -> list[int]:
-        """Those that it started, and theirs."""
+        """The processes that it started, and their children."""
         found = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -69,7 +68,7 @@ def chaos(tmp_path: Path, database: str) -> Iterator[Chaos]:
         chaos.process.communicate(timeout=60)
 
 
-def assert_nothing_is_left(chaos: Chaos, conn: psycopg.Connection[Any]) -> None:
+def assert_is_clean(chaos: Chaos, conn: psycopg.Connection[Any]) -> None:
     assert chaos.processes() == []
     assert list(chaos.directory.iterdir()) == []
     assert conn.execute(SCHEMAS).fetchall() == []
@@ -77,7 +76,7 @@ def assert_nothing_is_left(chaos: Chaos, conn: psycopg.Connection[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_it_kills_workers_keeps_every_promise_and_leaves_nothing(
+def test_it_kills_workers_keeps_every_promise_and_cleans_up(
     chaos: Chaos, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
     conn = connect()
@@ -92,14 +91,14 @@ def test_it_kills_workers_keeps_every_promise_and_leaves_nothing(
     assert verdict["acknowledged"] == sum(verdict["statuses"].values()) > 100
     assert {"kill worker", "pause worker", "restart worker"} <= verdict["planned"].keys()
     assert verdict["hits"]
-    assert_nothing_is_left(chaos, conn)
-    # What was there before is untouched.
+    assert_is_clean(chaos, conn)
+    # The existing queue is untouched.
     assert conn.execute("SELECT count(*) FROM howdah.jobs").fetchone() == (0,)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-def test_nothing_is_left_when_it_is_stopped_in_the_middle(
+def test_a_signal_in_the_middle_cleans_up(
     chaos: Chaos, connect: Callable[..., psycopg.Connection[Any]], number: signal.Signals
 ) -> None:
     conn = connect()
@@ -118,30 +117,30 @@ def test_nothing_is_left_when_it_is_stopped_in_the_middle(
     process.send_signal(number)
     process.communicate(timeout=180)
     assert process.returncode == 128 + number
-    assert_nothing_is_left(chaos, conn)
+    assert_is_clean(chaos, conn)
 
 
 @pytest.mark.slow
-def test_a_broken_promise_is_told_job_by_job_and_by_the_exit_code(
+def test_a_broken_promise_is_reported_for_each_job_and_is_code_1(
     chaos: Chaos, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
     conn = connect()
     stop = threading.Event()
 
     def lose_jobs() -> None:
-        """As a queue that acknowledges what it then forgets."""
-        with psycopg.connect(chaos.database, autocommit=True) as thief:
+        """Delete finished jobs, as a queue that loses jobs would."""
+        with psycopg.connect(chaos.database, autocommit=True) as other:
             while not stop.is_set():
-                for (name,) in thief.execute(SCHEMAS).fetchall():
-                    steal = (
+                for (name,) in other.execute(SCHEMAS).fetchall():
+                    delete = (
                         f"DELETE FROM {name}.finished_jobs WHERE id IN "
                         f"(SELECT id FROM {name}.finished_jobs LIMIT 1)"
                     )
                     try:
-                        thief.execute(steal.encode())
+                        other.execute(delete.encode())
                     except psycopg.Error:
-                        continue  # it is not there yet, or no more
-                time.sleep(0.1)
+                        continue  # the schema is being created or dropped
+                stop.wait(0.1)
 
     thread = threading.Thread(target=lose_jobs)
     thread.start()
@@ -157,16 +156,16 @@ def test_a_broken_promise_is_told_job_by_job_and_by_the_exit_code(
     assert verdict["promises"]["P1"] > 0
     lost = [finding for finding in verdict["findings"] if finding["promise"] == "P1"]
     assert all(finding["job"] and finding["lines"] for finding in lost)
-    assert_nothing_is_left(chaos, conn)
+    assert_is_clean(chaos, conn)
 
 
-def test_a_database_that_does_not_answer_is_told_in_a_sentence() -> None:
+def test_an_unreachable_database_is_code_4() -> None:
     result = invoke("chaos", "--database", "postgresql://nobody@127.0.0.1:1/none")
     assert result.exit_code == 4
     assert 'cannot reach database "none" at 127.0.0.1' in result.stderr
 
 
-def test_a_role_that_may_not_create_a_schema_is_told_so(
+def test_a_role_that_may_not_create_a_schema_is_an_error(
     database: str, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
     conn = connect()
@@ -175,6 +174,6 @@ def test_a_role_that_may_not_create_a_schema_is_told_so(
         guest = database.replace("//howdah@", "//chaos_guest@")
         result = invoke("chaos", "--database", guest)
         assert result.exit_code == 1
-        assert 'the role "chaos_guest" may not create a schema' in result.stderr
+        assert 'role "chaos_guest" may not create a schema' in result.stderr
     finally:
         conn.execute("DROP ROLE chaos_guest")

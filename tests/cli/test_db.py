@@ -19,7 +19,7 @@ from howdah.errors import DatabaseUnreachable, HowdahError
 
 @pytest.fixture(scope="module")
 def project():
-    """A directory with an embedded server in it, which the tests leave running."""
+    """A directory for an embedded server, which the tests leave running."""
     with tempfile.TemporaryDirectory(prefix="howdah-test-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -45,7 +45,7 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path.resolve()
 
 
-def test_start_says_where_the_server_is_and_may_be_repeated(run, server):
+def test_start_prints_the_server_and_may_be_repeated(run, server):
     again = run("db", "start")
     assert again.stdout.splitlines() == [
         f"PostgreSQL is running in {server.directory} (pid {server.pid()}).",
@@ -54,12 +54,12 @@ def test_start_says_where_the_server_is_and_may_be_repeated(run, server):
     assert json.loads(run("db", "start", "--json").stdout)["url"] == server.url
 
 
-def test_url_is_all_that_url_prints(run, server):
+def test_url_prints_only_the_url(run, server):
     assert run("db", "url").stdout == f"{server.url}\n"
     assert json.loads(run("db", "url", "--json").stdout) == {"url": server.url}
 
 
-def test_status_is_one_json_object_for_programs(run, server):
+def test_status_as_json_is_one_object(run, server):
     lines = run("db", "status", "--json").stdout.splitlines()
     assert [json.loads(line) for line in lines] == [
         {
@@ -73,7 +73,7 @@ def test_status_is_one_json_object_for_programs(run, server):
     ]
 
 
-def test_status_is_readable_for_people(run, server):
+def test_status_is_one_line_per_fact(run, server):
     assert run("db", "status").stdout.splitlines() == [
         f"server     running, pid {server.pid()}",
         f"directory  {server.directory}",
@@ -98,7 +98,7 @@ def test_stop_and_rm_as_json(run, server):
     assert removed == {"removed": True, "directory": directory}
 
 
-def test_psql_gets_its_arguments_and_starts_the_server(project, server):
+def test_psql_receives_its_arguments_and_starts_the_server(project, server):
     server.stop("immediate")
     done = subprocess.run(
         [sys.executable, "-m", "howdah", "db", "psql", "--", "-Atc", "SELECT current_database()"],
@@ -111,7 +111,7 @@ def test_psql_gets_its_arguments_and_starts_the_server(project, server):
     assert server.is_running()
 
 
-def test_a_directory_can_be_named(run, server, elsewhere):
+def test_dir_names_the_server(run, server, elsewhere):
     result = run("db", "url", "--dir", str(server.directory))
     assert result.stdout == f"{server.url}\n"
 
@@ -135,7 +135,7 @@ def test_a_missing_server_is_one_sentence_and_code_1(elsewhere, command):
     assert result.stdout == ""
     assert result.stderr == (
         f"Error: there is no embedded PostgreSQL in {elsewhere}/.howdah/pg18. "
-        "Run `howdah db start` to make one.\n"
+        "Run `howdah db start` to create one.\n"
     )
     assert not os.listdir(elsewhere)
 
@@ -148,7 +148,7 @@ def test_status_of_a_missing_server(elsewhere):
     )
 
 
-def test_a_failed_start_is_no_traceback(elsewhere):
+def test_a_failed_start_is_one_sentence_and_no_traceback(elsewhere):
     (elsewhere / "file").touch()
     command = [sys.executable, "-m", "howdah", "db", "start", "--dir", "file/pg18"]
     done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)
@@ -163,7 +163,7 @@ def test_a_failed_start_is_no_traceback(elsewhere):
     ("error", "code"),
     [(HowdahError("it broke."), 1), (DatabaseUnreachable("h", "d", "timed out"), 4)],
 )
-def test_any_error_of_ours_has_its_exit_code(monkeypatch, error, code):
+def test_every_howdah_error_has_an_exit_code(monkeypatch, error, code):
     @click.command()
     def breaks() -> None:
         raise error
@@ -177,6 +177,6 @@ def test_wrong_usage_is_code_2():
     assert CliRunner().invoke(main, ["db", "start", "--nonsense"]).exit_code == 2
 
 
-def test_version():
+def test_version_is_printed():
     result = CliRunner().invoke(main, ["--version"])
     assert result.stdout == f"howdah, version {howdah.__version__}\n"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from howdah.cli.commands.demo import Demo, Story, Voice
+from howdah.cli.commands.demo import Demo, Printer, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ ESCAPE = "\x1b["
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Where the demo puts its temporary files; whatever is still there afterwards is left over."""
+    """The directory for the demo's temporary files, which must be empty afterwards."""
     with tempfile.TemporaryDirectory(prefix="howdah-test-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -42,8 +42,8 @@ def environment(place: Path, **more: str) -> dict[str, str]:
     return inherited | {"TMPDIR": str(place), "TERM": "xterm-256color"} | more
 
 
-def nothing_is_left(place: Path) -> bool:
-    """Whether neither a file nor a server of the demo's is there any more."""
+def is_clean(place: Path) -> bool:
+    """Whether the demo left neither a file nor a process."""
     servers = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -67,14 +67,14 @@ class Terminal:
         self._pid = pid
 
     def read(self, until: str | None = None, timeout: float = 120) -> str:
-        """Read until some text appeared, or to the end."""
+        """Read until a text has appeared, or to the end."""
         deadline = time.monotonic() + timeout
         while until is None or until not in self.screen:
             ready, _, _ = select.select([self._file], [], [], deadline - time.monotonic())
             assert ready, f"nothing more within {timeout} s after: {self.screen[-500:]}"
             try:
                 chunk = os.read(self._file, 65536)
-            except OSError:  # Linux says so instead of giving an empty answer
+            except OSError:  # Linux raises an error at the end instead of returning nothing
                 chunk = b""
             if not chunk:
                 break
@@ -96,7 +96,7 @@ def plain(text: str) -> str:
 
 
 def totals(text: str) -> dict[str, int]:
-    """The count at the end, as printed."""
+    """The totals at the end, as printed."""
     last = plain(text)[plain(text).rindex("Counted in the database") :]
     return {
         name: int(number.replace(",", ""))
@@ -104,12 +104,12 @@ def totals(text: str) -> dict[str, int]:
     }
 
 
-def test_every_total_on_the_screen_is_what_the_database_says(place: Path) -> None:
+def test_every_printed_total_equals_the_database(place: Path) -> None:
     terminal = Terminal(place, "--pause")
     terminal.read(until="Press Enter")
     screen = " ".join(plain(terminal.screen).split())
     pid, job = re.search(r"kill -9 (\d+), in the middle of job ([0-9a-f-]{36})", screen).groups()
-    assert not Path(f"/proc/{pid}").exists(), "the worker was to be killed for real"
+    assert not Path(f"/proc/{pid}").exists(), "the worker was not killed"
     url = re.search(r"postgresql://\S+", screen)[0]
     with psycopg.connect(url) as conn:
         (counted,) = conn.execute(
@@ -117,7 +117,7 @@ def test_every_total_on_the_screen_is_what_the_database_says(place: Path) -> Non
             "'completed', count(*) FILTER (WHERE status = 'completed'), "
             "'failed', count(*) FILTER (WHERE status = 'failed'), "
             "'retried', count(*) FILTER (WHERE attempts > 1 AND job_type = 'notify'), "
-            "'recovered', count(*) FILTER (WHERE last_error LIKE 'the lease ran out%')) "
+            "'recovered', count(*) FILTER (WHERE last_error LIKE 'the lease expired%')) "
             "FROM howdah.jobs"
         ).fetchone()
         killed = conn.execute(
@@ -129,16 +129,16 @@ def test_every_total_on_the_screen_is_what_the_database_says(place: Path) -> Non
     assert counted["recovered"] >= 1
     assert killed[0] == "completed"
     assert killed[1] >= 2
-    assert f":{pid}:" not in killed[2], "another worker was to finish it"
+    assert f":{pid}:" not in killed[2], "another worker must finish it"
     terminal.type("\r")
     assert terminal.wait() == 0
-    assert "howdah db start" in plain(terminal.screen), "it says what to type next"
-    assert nothing_is_left(place)
+    assert "howdah db start" in plain(terminal.screen), "it names the next command"
+    assert is_clean(place)
 
 
-def test_without_recovery_the_killed_job_is_lost_and_it_says_so_in_plain_text(place: Path) -> None:
+def test_without_recovery_jobs_are_lost_and_the_exit_code_is_1(place: Path) -> None:
     variables = environment(
-        place, HOWDAH_DEMO_PATIENCE="10", PYTHONIOENCODING="ascii", NO_COLOR="1"
+        place, HOWDAH_DEMO_STALL_SECONDS="10", PYTHONIOENCODING="ascii", NO_COLOR="1"
     )
     done = subprocess.run(
         [*COMMAND, "--without-recovery"],
@@ -153,57 +153,57 @@ def test_without_recovery_the_killed_job_is_lost_and_it_says_so_in_plain_text(pl
     assert done.stdout.isascii()
     assert ESCAPE not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert nothing_is_left(place)
+    assert is_clean(place)
 
 
-def test_a_program_reads_what_happened_as_objects(place: Path) -> None:
+def test_json_prints_one_object_per_event(place: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "--json"], env=environment(place), capture_output=True, text=True, timeout=240,
         check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    by_event = {each["event"]: each for each in told}
-    assert [*dict.fromkeys(each["event"] for each in told if each["event"] != "progress")] == [
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
+    by_event = {each["event"]: each for each in printed}
+    assert [*dict.fromkeys(each["event"] for each in printed if each["event"] != "progress")] == [
         "starting", "enqueued", "killed", "counted", "rescued", "removed",
     ]  # fmt: skip
     assert by_event["killed"]["pid"] in by_event["enqueued"]["workers"]
     assert by_event["rescued"]["job_id"] == by_event["killed"]["job_id"]
     counted = by_event["counted"]
     assert (counted["enqueued"], counted["completed"], counted["lost"]) == (10_204, 10_204, 0)
-    assert nothing_is_left(place)
+    assert is_clean(place)
 
 
-def test_jobs_that_are_slow_are_not_taken_for_lost(
+def test_slow_jobs_do_not_count_as_lost(
     queue: JobQueue, connect: Callable[[], psycopg.Connection[Any]]
 ) -> None:
-    run, story = Demo(Voice(as_json=True), connect(), ""), Story({}, began=0.0)
+    run, state = Demo(Printer(as_json=True), connect(), ""), State({}, began=0.0)
     queue.enqueue_many([("work", {})] * 3)
     for _ in range(2):
         queue.complete(queue.claim(batch_size=1))
-        assert not run._is_over(story)
-    story.moved -= 3600
+        assert not run._is_over(state)
+    state.progressed_at -= 3600
     queue.progress(queue.claim(batch_size=1)[0], 10)
-    assert not run._is_over(story)
-    story.moved -= 3600
-    assert run._is_over(story)  # nothing has been heard of it for an hour
+    assert not run._is_over(state)
+    state.progressed_at -= 3600
+    assert run._is_over(state)  # no progress for an hour
 
 
 @pytest.mark.parametrize("moment", ["Starting", "kill -9"])
-def test_ctrl_c_leaves_nothing_behind(place: Path, moment: str) -> None:
+def test_ctrl_c_removes_everything(place: Path, moment: str) -> None:
     terminal = Terminal(place, NO_COLOR="1")
     terminal.read(until=moment)
     terminal.type("\x03\x03")
     assert terminal.wait() == 128 + signal.SIGINT
     assert "Traceback" not in terminal.screen
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.screen), "NO_COLOR is to be respected"
-    assert nothing_is_left(place)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.screen), "NO_COLOR was ignored"
+    assert is_clean(place)
 
 
-def test_a_termination_leaves_nothing_behind(place: Path) -> None:
+def test_sigterm_removes_everything(place: Path) -> None:
     with subprocess.Popen(COMMAND, env=environment(place), stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert b"Starting" in running.stdout.readline()
         running.terminate()
     assert running.returncode == 128 + signal.SIGTERM
-    assert nothing_is_left(place)
+    assert is_clean(place)

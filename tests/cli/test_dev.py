@@ -1,4 +1,4 @@
-"""`howdah dev`: from nothing to a running worker, and back."""
+"""`howdah dev`: the server, the worker, the reload and the removal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         EmbeddedServer(Path(name) / ".howdah/pg18").remove()
 
 
-def test_an_app_runs_on_a_database_of_its_own_and_starts_anew_when_it_changes(
+def test_an_app_runs_on_an_embedded_server_and_restarts_when_it_changes(
     project: Path, terminal: Any, piped: Any
 ) -> None:
     server = EmbeddedServer(project / ".howdah/pg18")
@@ -54,7 +54,7 @@ def test_an_app_runs_on_a_database_of_its_own_and_starts_anew_when_it_changes(
 
     seen.interrupt()
     assert seen.wait() == 0
-    assert "The database goes on running; `howdah db stop` stops it." in seen.text
+    assert "The database is still running; `howdah db stop` stops it." in seen.text
     assert "Traceback" not in seen.text
     assert server.is_running()
 
@@ -62,19 +62,19 @@ def test_an_app_runs_on_a_database_of_its_own_and_starts_anew_when_it_changes(
     again.read(until="worker started")
     again.interrupt()
     assert again.wait() == 0
-    told = [json.loads(line) for line in again.text.splitlines() if line.startswith("{")]
-    assert told[0] == {"url": server.url, "directory": str(server.directory)}
-    assert told[-1] == {"removed": True, "directory": str(server.directory)}
-    assert "worker started" in {each.get("message") for each in told}
+    printed = [json.loads(line) for line in again.text.splitlines() if line.startswith("{")]
+    assert printed[0] == {"url": server.url, "directory": str(server.directory)}
+    assert printed[-1] == {"removed": True, "directory": str(server.directory)}
+    assert "worker started" in {each.get("message") for each in printed}
     assert not server.directory.exists()
 
 
 @pytest.mark.usefixtures("project")
-def test_what_cannot_be_run_is_one_sentence_and_starts_nothing() -> None:
+def test_an_app_that_cannot_run_is_one_sentence_and_starts_no_server() -> None:
     for name, sentence in (
         ("dev_shop:nothing", 'module "dev_shop" has no app named "nothing"'),
         ("nowhere:app", 'there is no module "nowhere" in '),
-        ("dev_shop:own", "dev_shop:own names its own database, so there is nothing to embed; run "
+        ("dev_shop:own", "dev_shop:own has its own database, so `howdah dev` would not use it; run "
          "`howdah worker dev_shop:own --reload` instead."),
     ):  # fmt: skip
         result = invoke("dev", name)

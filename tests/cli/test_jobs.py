@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 # ── the list ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_jobs_lists_the_newest_first_with_whole_ids(look: Run, shop: Shop) -> None:
+def test_jobs_lists_the_newest_first_with_complete_ids(look: Run, shop: Shop) -> None:
     result = look("jobs", "--limit", 3)
     assert result.exit_code == 0
     assert ids(result.stdout) == [str(shop.misspelt), str(shop.evil), str(shop.scheduled)]
     assert result.stdout.splitlines()[0].split()[:3] == ["ID", "STATUS", "TYPE"]
-    assert result.stderr == f"More: --before {shop.scheduled}\n"
+    assert result.stderr == f"Next page: --before {shop.scheduled}\n"
 
 
-def test_jobs_pages(look: Run, shop: Shop) -> None:
+def test_before_gives_the_next_page(look: Run, shop: Shop) -> None:
     first = ids(look("jobs", "--limit", 5).stdout)
     rest = ids(look("jobs", "--before", first[-1], "--limit", 100).stdout)
     assert len(first) == 5
@@ -118,8 +118,8 @@ def test_hostile_names_are_no_names(look: Run) -> None:
     ("options", "sentence"),
     [
         (["--where", "stauts=failed"], 'unknown column "stauts"; did you mean "status"?'),
-        (["--where", "zzz=1"], 'unknown column "zzz"; there are id, status, type, queue, worker, '
-         "request_id, ordering_key, priority, attempts, progress, error, age, older, newer and "
+        (["--where", "zzz=1"], 'unknown column "zzz"; use id, status, type, queue, worker, '
+         "request_id, ordering_key, priority, attempts, progress, error, age, older, newer or "
          "data.MEMBER."),
         (["--where", "status=faild"], 'unknown status "faild"; did you mean "failed"?'),
         (["--status", "runing"], 'unknown status "runing"; did you mean "running"?'),
@@ -130,9 +130,9 @@ def test_hostile_names_are_no_names(look: Run) -> None:
         (["--where", "age=5m"], '"age" cannot be compared with =; use < <= > >='),
         (["--where", "priority=high"], '"priority" is compared with a whole number, not "high".'),
         (["--where", "type>a"], '"type" cannot be compared with >; use = != ~'),
-        (["--where", "data.=1"], '"data." names no member of the data; write it as in data.user.id=42.'),
-        (["--where", "data.n>x"], '> compares numbers, and "x" is not one.'),
-        (["--where", "id=7"], '"7" is not a whole job id.'),
+        (["--where", "data.=1"], '"data." does not name a member of the data; write it as in data.user.id=42.'),
+        (["--where", "data.n>x"], '> compares numbers; "x" is not a number.'),
+        (["--where", "id=7"], '"7" is not a complete job id.'),
         (["--before", "nonsense"],
          '"nonsense" is not a job id, nor the beginning or the end of one.'),
     ],
@@ -144,12 +144,12 @@ def test_wrong_input_is_one_sentence_and_code_2(
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"Error: {sentence}\n")
 
 
-def test_text_that_is_no_unicode_is_refused(look: Run) -> None:
+def test_text_that_is_not_valid_unicode_is_rejected(look: Run) -> None:
     result = look("jobs", "--type", "\udcff")
     assert (result.exit_code, result.stderr) == (2, "Error: '\\udcff' is not valid Unicode.\n")
 
 
-def test_json_is_one_object_a_line_with_iso_times(look: Run, shop: Shop, read_json: Any) -> None:
+def test_json_is_one_object_per_line_with_iso_times(look: Run, shop: Shop, read_json: Any) -> None:
     found = read_json(look("jobs", "--json"))
     assert [each["id"] for each in found] == ids(look("jobs").stdout)
     job = found[-1]
@@ -178,7 +178,7 @@ def test_the_list_fits_a_terminal(terminal: Any, shop: Shop, width: int, colour:
         assert "60 % writing" in seen.text
 
 
-def test_piped_it_is_plain_and_nothing_is_cut(piped: Any, shop: Shop) -> None:
+def test_piped_output_is_plain_and_not_cut(piped: Any, shop: Shop) -> None:
     done = piped("jobs", "--database", shop.url, COLUMNS="40")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
@@ -186,19 +186,19 @@ def test_piped_it_is_plain_and_nothing_is_cut(piped: Any, shop: Shop) -> None:
     assert "CardError: declined 2 …" in done.stdout
 
 
-def test_an_ascii_pipe_is_no_obstacle(piped: Any, shop: Shop) -> None:
+def test_output_to_an_ascii_pipe_is_ascii(piped: Any, shop: Shop) -> None:
     done = piped("top", "--database", shop.url, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
 
 
-def test_no_jobs_are_no_table(act: Run) -> None:
+def test_no_jobs_are_a_note_and_no_table(act: Run) -> None:
     result = act("jobs")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "There are no jobs.\n")
     assert act("jobs", "--json").stderr == ""
 
 
-def test_control_characters_are_shown_and_not_sent(look: Run, shop: Shop) -> None:
+def test_control_characters_are_escaped(look: Run, shop: Shop) -> None:
     assert EVIL.startswith("evil\x1b")
     for command in (["jobs"], ["show", shop.evil], ["explain", shop.evil], ["queues"],
                     ["tail", "--no-follow", "--lines", 100], ["doctor"]):  # fmt: skip
@@ -211,7 +211,7 @@ def test_control_characters_are_shown_and_not_sent(look: Run, shop: Shop) -> Non
 # ── one job ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_show_tells_the_story_of_a_job(look: Run, shop: Shop) -> None:
+def test_show_prints_the_timeline_data_and_result(look: Run, shop: Shop) -> None:
     lines = look("show", shop.completed).stdout.splitlines()
     assert lines[0] == "✓ completed  resize"
     assert lines[1] == str(shop.completed)
@@ -223,7 +223,7 @@ def test_show_tells_the_story_of_a_job(look: Run, shop: Shop) -> None:
     assert text.endswith('result\n  "a-400.png"')
 
 
-def test_show_tells_of_every_error(look: Run, shop: Shop) -> None:
+def test_show_prints_the_error_of_every_attempt(look: Run, shop: Shop) -> None:
     text = look("show", shop.failed).stdout
     assert text.startswith("✗ failed  charge\n")
     assert "attempts  2 of 2" in text
@@ -248,10 +248,10 @@ def test_show_fits_a_terminal(terminal: Any, shop: Shop, width: int) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "explain", "wait", "watch"])
-def test_a_piece_of_an_id_is_enough(look: Run, shop: Shop, command: str) -> None:
+def test_a_part_of_an_id_is_enough(look: Run, shop: Shop, command: str) -> None:
     whole = str(shop.completed)
-    for piece in (whole, whole.upper(), whole[:30], whole[-10:], whole.replace("-", "")):
-        result = look(command, piece)
+    for part in (whole, whole.upper(), whole[:30], whole[-10:], whole.replace("-", "")):
+        result = look(command, part)
         assert result.exit_code == 0, result.stderr
 
 
@@ -259,23 +259,23 @@ def test_an_ambiguous_id_names_the_candidates(look: Run, shop: Shop) -> None:
     result = look("show", str(shop.completed)[:6])
     assert (result.exit_code, result.stdout) == (2, "")
     assert (
-        f"may be any of these jobs; type more of it: {shop.misspelt} (exprot, pending),"
+        f"matches several jobs; type more of the id: {shop.misspelt} (exprot, pending),"
         in result.stderr
     )
     assert result.stderr.endswith(" and more.\n")
 
 
 @pytest.mark.parametrize("command", ["show", "explain", "wait", "watch", "retry", "cancel", "rm"])
-def test_ids_that_are_none(look: Run, command: str) -> None:
-    for piece in ("x'; DROP TABLE jobs", "é", "", "12"):
-        result = look(command, piece)
+def test_an_invalid_id_is_one_sentence_and_code_2(look: Run, command: str) -> None:
+    for part in ("x'; DROP TABLE jobs", "é", "", "12"):
+        result = look(command, part)
         assert result.exit_code == 2
         assert result.stderr.startswith("Error: ")
         assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", ["show", "explain", "wait", "watch", "retry", "cancel", "rm"])
-def test_a_job_that_is_not_there_is_code_3(look: Run, command: str) -> None:
+def test_a_missing_job_is_code_3(look: Run, command: str) -> None:
     whole = "01890000-0000-7000-8000-000000000000"
     result = look(command, whole)
     assert (result.exit_code, result.stdout) == (3, "")
@@ -300,7 +300,7 @@ COMMANDS: list[list[str]] = [
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_an_unreachable_database_is_code_4(command: list[str]) -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: refused at once
+        unused.bind(("127.0.0.1", 0))  # bound but not listening: refused at once
         port = unused.getsockname()[1]
         result = invoke(*command, "--database", f"postgresql://ada:s3cret@127.0.0.1:{port}/shop")
     assert (result.exit_code, result.stdout) == (4, "")
@@ -308,7 +308,9 @@ def test_an_unreachable_database_is_code_4(command: list[str]) -> None:
     assert "s3cret" not in result.stderr
 
 
-def test_no_database_names_both_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_database_the_error_names_both_solutions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("HOWDAH_DATABASE_URL", "DATABASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -319,7 +321,7 @@ def test_no_database_names_both_ways_out(tmp_path: Path, monkeypatch: pytest.Mon
         assert "howdah db start" in result.stderr
 
 
-def test_a_database_without_the_schema_says_what_to_do_and_gets_none(empty_database: str) -> None:
+def test_a_database_without_the_schema_is_an_error_and_stays_empty(empty_database: str) -> None:
     for command in COMMANDS:
         if command[0] in ("enqueue", "doctor"):
             continue
@@ -337,14 +339,14 @@ def test_a_database_without_the_schema_says_what_to_do_and_gets_none(empty_datab
         assert conn.execute("SELECT to_regnamespace('howdah')").fetchone() == (None,)
 
 
-def test_a_bad_schema_name_is_wrong_usage(look: Run) -> None:
+def test_a_bad_schema_name_is_code_2(look: Run) -> None:
     for command in COMMANDS:
         result = look(*command, "--schema", "pg_mine")
         assert result.exit_code == 2
         assert result.stderr.startswith('Error: "pg_mine" cannot be a schema name')
 
 
-def test_a_role_that_may_only_look_looks_and_cannot_act(reader: str, shop: Shop) -> None:
+def test_a_role_that_may_only_read_can_inspect_and_cannot_change(reader: str, shop: Shop) -> None:
     job = str(shop.completed)
     for command in (["jobs"], ["show", job], ["watch", job], ["wait", job], ["top"], ["queues"],
                     ["tail", "--no-follow"], ["workers"], ["explain", job]):  # fmt: skip
@@ -356,7 +358,7 @@ def test_a_role_that_may_only_look_looks_and_cannot_act(reader: str, shop: Shop)
                     ["enqueue", "--type", "x"], ["clear", "--older-than", "0s"]):  # fmt: skip
         result = invoke(*command, "--database", reader)
         assert result.exit_code == 1, command
-        who = "this role" if command[0] == "enqueue" else 'role "looker"'
+        who = "this role" if command[0] == "enqueue" else 'role "reader_role"'
         refusal = f"Error: the database does not let {who} do that: permission denied"
         assert result.stderr.startswith(refusal)
         assert len(result.stderr.splitlines()) == 1
@@ -374,7 +376,7 @@ def test_every_command_has_help(command: list[str]) -> None:
         assert "--database" in result.stdout
 
 
-def test_the_shell_completes(piped: Any) -> None:
+def test_shell_completion_is_available(piped: Any) -> None:
     done = piped(_HOWDAH_COMPLETE="bash_source")
     assert (done.returncode, done.stderr) == (0, "")
     assert "_HOWDAH_COMPLETE=bash_complete" in done.stdout

@@ -20,7 +20,7 @@ def database(wiped: str) -> str:
 
 
 def fail_one(queue: JobQueue, **options: Any) -> UUID:
-    """A job that has failed for good."""
+    """A job that failed permanently."""
     job_id = queue.enqueue("charge", **options).id
     job = queue.claim_one("charge")
     assert job is not None
@@ -36,10 +36,12 @@ def test_retry_reopens_a_failed_job(act: Run, queue: JobQueue) -> None:
     assert queue.get(job_id).status is Status.PENDING
     again = act("retry", job_id)
     assert (again.exit_code, again.stdout) == (1, "")
-    assert again.stderr == (f"Error: job {job_id} cannot be retried: it has not ended (pending).\n")
+    assert again.stderr == (
+        f"Error: job {job_id} cannot be retried: it is not finished (pending).\n"
+    )
 
 
-def test_cancel_ends_a_waiting_job_and_asks_a_running_one(
+def test_cancel_ends_a_waiting_job_and_requests_the_end_of_a_running_one(
     act: Run, queue: JobQueue, read_json: Any
 ) -> None:
     running = queue.enqueue("work").id
@@ -63,7 +65,7 @@ def test_rm_deletes_finished_jobs_and_their_events_only(
     result = act("rm", failed, running)
     assert (result.exit_code, result.stdout) == (1, f"{failed}  removed\n")
     assert result.stderr == (
-        f"Error: job {running} cannot be removed: it has not ended; cancel it first (running).\n"
+        f"Error: job {running} cannot be removed: it is not finished; cancel it first (running).\n"
     )
     with pytest.raises(JobNotFound):
         queue.get(failed)
@@ -71,22 +73,22 @@ def test_rm_deletes_finished_jobs_and_their_events_only(
     assert connect().execute("SELECT count(*) FROM howdah.job_events").fetchone() == (0,)
 
 
-def test_by_conditions_it_says_how_many_and_asks(act: Run, queue: JobQueue) -> None:
+def test_with_conditions_it_prints_the_count_and_asks(act: Run, queue: JobQueue) -> None:
     for n in range(3):
         fail_one(queue, data={"n": n})
     refused = act("retry", "--where", "type=charge", input="n\n")
     assert refused.exit_code == 1
-    assert refused.stderr == "Retry 3 jobs? [y/N]: n\nError: nothing was changed.\n"
+    assert refused.stderr == "Retry 3 jobs? [y/N]: n\nError: no job was changed.\n"
     assert queue.counts()[Status.FAILED] == 3
     agreed = act("retry", "--where", "type=charge", "--where", "data.n>0", input="y\n")
     assert (agreed.exit_code, agreed.stdout) == (0, "2 jobs retried.\n")
     assert queue.counts()[Status.FAILED] == 1
 
 
-def test_without_an_answer_nothing_is_done(act: Run, queue: JobQueue) -> None:
+def test_without_an_answer_nothing_is_changed(act: Run, queue: JobQueue) -> None:
     fail_one(queue)
     result = act("rm", "--where", "type=charge", input="")
-    assert result.exit_code == 1
+    assert (result.exit_code, result.stderr) == (1, "Remove 1 job? [y/N]: Aborted!\n")
     assert queue.counts()[Status.FAILED] == 1
 
 
@@ -107,7 +109,7 @@ def test_a_dry_run_changes_nothing(act: Run, queue: JobQueue, read_json: Any) ->
     assert [queue.get(failed), queue.get(waiting)] == before
 
 
-def test_retry_by_conditions_leaves_completed_jobs_alone_unless_they_are_named(
+def test_retry_with_conditions_skips_completed_jobs_unless_the_status_is_named(
     act: Run, queue: JobQueue
 ) -> None:
     queue.enqueue("charge")
@@ -120,7 +122,7 @@ def test_retry_by_conditions_leaves_completed_jobs_alone_unless_they_are_named(
     assert result.stdout == "1 job retried.\n"
 
 
-def test_thousands_go_in_batches_and_none_is_done_twice(
+def test_more_jobs_than_a_batch_are_changed_once_each(
     act: Run, queue: JobQueue, read_json: Any
 ) -> None:
     queue.enqueue_many([("bulk", {"n": n}) for n in range(1200)])
@@ -131,7 +133,7 @@ def test_thousands_go_in_batches_and_none_is_done_twice(
     assert sum(queue.counts().values()) == 0
 
 
-def test_long_work_shows_progress_in_a_terminal(
+def test_many_jobs_show_a_progress_bar_in_a_terminal(
     terminal: Any, database: str, queue: JobQueue
 ) -> None:
     queue.enqueue_many([("bulk", {}) for _ in range(1200)])
@@ -144,21 +146,21 @@ def test_long_work_shows_progress_in_a_terminal(
 
 
 @pytest.mark.parametrize("command", ["retry", "cancel", "rm"])
-def test_ids_or_conditions_are_needed_and_not_both(act: Run, command: str) -> None:
+def test_either_ids_or_conditions_are_required(act: Run, command: str) -> None:
     for arguments in ([], ["01890000", "--where", "type=x"]):
         result = act(command, *arguments)
         assert (result.exit_code, result.stderr) == (
             2,
-            "Error: name jobs by their ids, or by --where; one of the two.\n",
+            "Error: name jobs either by their ids or with --where.\n",
         )
     result = act(command, "01890000", "--dry-run", "--yes")
     assert (result.exit_code, result.stderr) == (
         2,
-        "Error: --dry-run and --yes exclude each other.\n",
+        "Error: --dry-run and --yes cannot be used together.\n",
     )
 
 
-def test_hostile_conditions_do_no_harm(act: Run, queue: JobQueue) -> None:
+def test_sql_in_a_condition_is_not_executed(act: Run, queue: JobQueue) -> None:
     fail_one(queue)
     for hostile in ("'; DELETE FROM howdah.jobs; --", "' OR '1'='1", "x) OR (true"):
         for name in ("type", "error", "data.a"):
@@ -167,7 +169,7 @@ def test_hostile_conditions_do_no_harm(act: Run, queue: JobQueue) -> None:
     assert queue.counts()[Status.FAILED] == 1
 
 
-def test_recover_returns_what_ran_out_and_with_a_timeout_what_is_old(
+def test_recover_takes_expired_leases_and_with_a_timeout_old_claims(
     act: Run, queue: JobQueue, connect: Any, read_json: Any
 ) -> None:
     queue.enqueue("work")
@@ -182,7 +184,7 @@ def test_recover_returns_what_ran_out_and_with_a_timeout_what_is_old(
     assert read_json(act("recover", "--json")) == [{"recovered": 1}]
 
 
-def test_clear_deletes_what_is_old_enough(act: Run, queue: JobQueue, read_json: Any) -> None:
+def test_clear_deletes_jobs_that_are_old_enough(act: Run, queue: JobQueue, read_json: Any) -> None:
     fail_one(queue)
     queue.cancel(queue.enqueue("work"))
     assert act("clear", "--older-than", "7d").stdout == (
@@ -193,7 +195,7 @@ def test_clear_deletes_what_is_old_enough(act: Run, queue: JobQueue, read_json: 
     assert read_json(act("clear", "--older-than", "0s", "--json")) == [{"cleared": 1}]
 
 
-def test_clear_wants_a_duration_and_final_statuses(act: Run) -> None:
+def test_clear_requires_a_duration_and_final_statuses(act: Run) -> None:
     assert act("clear").exit_code == 2
     result = act("clear", "--older-than", "a week")
     assert (result.exit_code, result.stderr) == (
@@ -203,5 +205,5 @@ def test_clear_wants_a_duration_and_final_statuses(act: Run) -> None:
     result = act("clear", "--older-than", "7d", "--status", "running")
     assert (result.exit_code, result.stderr) == (
         2,
-        "Error: a running job has not ended; there are completed, failed, cancelled.\n",
+        "Error: a running job is not finished; use completed, failed, cancelled.\n",
     )

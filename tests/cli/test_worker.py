@@ -1,4 +1,4 @@
-"""`howdah worker`: every flag, as a user would give it, and what is said when something is wrong."""
+"""`howdah worker`: its options, its logs and its errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many free ports in a row, below those that the system gives to anybody else."""
+    """The first of `count` free ports in a row, outside the range of ephemeral ports."""
     for port in random.sample(range(10_000, 30_000), 100):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
             for n in range(count):
@@ -54,7 +54,7 @@ def free_port(count: int = 1) -> int:
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
-    """The status and body of a health page; 0 while nobody listens."""
+    """The status and body of a health page; 0 if the connection is refused."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -65,10 +65,10 @@ def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
         return 0, {}
 
 
-# ── what runs ─────────────────────────────────────────────────────────────────────────────────────
+# ── running ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_runs_so_many_jobs_at_once_of_the_queues_it_is_told(
+def test_concurrency_and_queues_limit_what_runs(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     for name in ("mail", "reports", "other"):
@@ -94,7 +94,7 @@ def test_it_runs_so_many_jobs_at_once_of_the_queues_it_is_told(
     assert messages[-2:] == ["worker stopping", "worker stopped"]
 
 
-def test_several_processes_are_kept_running_and_stopped_together(
+def test_several_processes_are_restarted_and_stopped_together(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     port = free_port(2)
@@ -105,7 +105,7 @@ def test_several_processes_are_kept_running_and_stopped_together(
         until(lambda p=each: ask(p, "/ready")[0] == 200, "it is ready")
     os.kill(first[0], signal.SIGKILL)
     supervisor.ready(3)
-    (death,) = supervisor.said("a worker process ended and is started again")
+    (death,) = supervisor.said("worker process ended; restarting")
     assert (death["pid"], death["status"]) == (first[0], -signal.SIGKILL)
     processes = offspring(supervisor.pid)
     assert len(processes) == 2
@@ -115,7 +115,7 @@ def test_several_processes_are_kept_running_and_stopped_together(
         queue.enqueue_many([{"job_type": "nap", "data": {"seconds": 0.2}}] * 50)
         return {e["pid"] for e in children.ledger("start")} == {*processes}
 
-    until(both_work, "both work")
+    until(both_work, "both processes run jobs")
     supervisor.send(signal.SIGTERM)
     assert supervisor.wait() == 0
     assert not any(map(is_alive, processes))
@@ -126,7 +126,7 @@ def test_several_processes_are_kept_running_and_stopped_together(
     )
 
 
-def test_the_processes_of_a_supervisor_that_was_killed_stop_by_themselves(
+def test_the_processes_of_a_killed_supervisor_stop(
     children: Children,
 ) -> None:
     supervisor = children.start("--processes", "2").ready(2)
@@ -147,7 +147,7 @@ async def greet() -> str:
 """
 
 
-def test_it_starts_anew_when_a_source_file_changes(
+def test_it_restarts_when_a_source_file_changes(
     children: Children, queue: JobQueue, tmp_path: Path
 ) -> None:
     module = tmp_path / "greetings.py"
@@ -156,15 +156,15 @@ def test_it_starts_anew_when_a_source_file_changes(
 
     def answer() -> object:
         handle = queue.enqueue("greet")
-        return until(lambda: queue.get(handle.id).result, "it was greeted")
+        return until(lambda: queue.get(handle.id).result, "the job returned")
 
     assert answer() == "hello"
     module.write_text("import nothing_of_that_name\n")
-    message = "the worker ended and waits for a file to change"
-    until(lambda: message in worker.log.read_text(), "it says that it waits")
+    message = "worker ended; restarting when a source file changes"
+    until(lambda: message in worker.log.read_text(), "it waits for a change")
     assert "No module named 'nothing_of_that_name'" in worker.log.read_text()
     module.write_text(APP.format(answer="good morning"))
-    until(lambda: worker.log.read_text().count("worker started") == 2, "it started anew")
+    until(lambda: worker.log.read_text().count("worker started") == 2, "it restarted")
     assert answer() == "good morning"
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0
@@ -173,7 +173,7 @@ def test_it_starts_anew_when_a_source_file_changes(
 # ── health ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_health_tells_whether_it_lives_and_is_ready(
+def test_health_reports_live_and_ready(
     children: Children, queue: JobQueue, server: EmbeddedServer, conn: psycopg.Connection[Any]
 ) -> None:
     port = free_port()
@@ -185,7 +185,7 @@ def test_health_tells_whether_it_lives_and_is_ready(
     assert body["ready"] is True
     assert ask(port, "/live")[0] == 200
     assert ask(port, "/elsewhere")[0] == 404
-    # The database goes away: not ready, but no reason to be killed.
+    # The database is unreachable: not ready, but still live.
     name = conn.info.dbname
     with psycopg.connect(server.url, autocommit=True) as outside:
         outside.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false".encode())
@@ -196,11 +196,11 @@ def test_health_tells_whether_it_lives_and_is_ready(
         assert ask(port, "/live")[0] == 200
         outside.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
     until(lambda: ask(port, "/ready")[0] == 200, "it is ready again")
-    # Stopping: not ready, and alive until the end.
+    # Stopping: not ready, but live until the end.
     handle = queue.enqueue("nap", {"seconds": 3600})
-    until(lambda: children.ledger("start"), "it has work")
+    until(lambda: children.ledger("start"), "a job runs")
     worker.send(signal.SIGTERM)
-    until(lambda: ask(port, "/ready")[0] == 503, "it is about to stop")
+    until(lambda: ask(port, "/ready")[0] == 503, "it is stopping")
     assert ask(port, "/live")[0] == 200
     queue.cancel(handle)
     assert worker.wait() == 0
@@ -213,7 +213,7 @@ def _if_ok(answer: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]] | N
 # ── logs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_logs_in_a_terminal_have_colour_unless_it_is_unwanted(children: Children) -> None:
+def test_logs_in_a_terminal_have_color_without_no_color(children: Children) -> None:
     assert "\x1b[" in run_in_terminal(children)
     plain = run_in_terminal(children, NO_COLOR="1")
     assert "\x1b[" not in plain
@@ -221,20 +221,20 @@ def test_logs_in_a_terminal_have_colour_unless_it_is_unwanted(children: Children
 
 
 def run_in_terminal(children: Children, **environment: str) -> str:
-    """All that a worker prints in a pseudo-terminal until it has been stopped."""
+    """The output of a worker in a pseudo-terminal, until it stops."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "howdah", "worker", "fault_app:app"]
     process = subprocess.Popen(
         command, cwd=HERE, env=children.environment(**environment), stdout=theirs, stderr=theirs
     )
     os.close(theirs)
-    text, told = b"", False
+    text, stopping = b"", False
     try:
         with contextlib.suppress(OSError):  # the other end was closed
             while data := os.read(ours, 65536):
                 text += data
-                if not told and b"worker started" in text:
-                    told = True
+                if not stopping and b"worker started" in text:
+                    stopping = True
                     process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
     finally:
@@ -244,7 +244,7 @@ def run_in_terminal(children: Children, **environment: str) -> str:
     return text.decode()
 
 
-def test_logs_of_failures_are_one_json_object_a_line(
+def test_json_logs_are_one_object_per_line(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     worker = children.start("--log-level", "debug").ready()
@@ -261,12 +261,12 @@ def test_logs_of_failures_are_one_json_object_a_line(
     assert failure["time"].endswith("Z")
 
 
-# ── what is wrong ─────────────────────────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """`howdah worker …` in this process, in a directory: for what ends before a worker starts."""
+    """`howdah worker …` in this process, for errors before the worker starts."""
     monkeypatch.setattr("howdah.cli.commands.worker.set_up_logging", lambda *_, **__: None)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
@@ -332,22 +332,20 @@ def test_an_app_without_tasks_is_one_sentence(
 @pytest.mark.parametrize(
     "options", [("--concurrency", "0"), ("--queues", " ,"), ("--grace", "-1"), ("--inter",)]
 )
-def test_wrong_options_are_wrong_usage(
-    command: Callable[..., Result], options: tuple[str, ...]
-) -> None:
+def test_wrong_options_are_code_2(command: Callable[..., Result], options: tuple[str, ...]) -> None:
     result = command("fault_app:app", *options)
     assert result.exit_code == 2
     assert result.output.startswith("Usage: ")
 
 
 def run(children: Children, *arguments: str) -> Child:
-    """`howdah worker …` that ends by itself, in a process of its own."""
+    """`howdah worker …` as a process that ends by itself."""
     child = children.start(*arguments[1:], app=arguments[0], log_json=False)
     child.wait()
     return child
 
 
-def test_nothing_but_the_sentence_reaches_the_terminal(children: Children) -> None:
+def test_an_error_prints_only_its_sentence(children: Children) -> None:
     child = run(children, "fault_app:ap")
     assert child.wait() == 1
     assert child.log.read_text() == (
@@ -355,7 +353,7 @@ def test_nothing_but_the_sentence_reaches_the_terminal(children: Children) -> No
     )
 
 
-def test_a_health_port_that_is_taken_is_one_sentence(children: Children) -> None:
+def test_a_health_port_in_use_is_one_sentence(children: Children) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         child = run(children, "fault_app:app", "--health-port", str(port))
@@ -364,9 +362,9 @@ def test_a_health_port_that_is_taken_is_one_sentence(children: Children) -> None
     assert "Traceback" not in child.log.read_text()
 
 
-def test_a_database_that_turns_it_away_is_one_sentence(children: Children) -> None:
+def test_a_missing_database_is_one_sentence(children: Children) -> None:
     children.database = children.database.replace("/test_", "/nowhere_")
-    child = run(children, "fault_app:app")  # one that waited for it would do so for ever
+    child = run(children, "fault_app:app")  # waiting would never end
     assert child.wait() == 4
     assert child.log.read_text().startswith('Error: cannot reach database "nowhere_')
     assert "does not exist" in child.log.read_text()

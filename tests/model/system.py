@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CLIENTS = 3
 WATCHER = CLIENTS  # sees only what is committed
 CLEAR = (
-    "live_jobs", "finished_jobs", "lanes", "idempotency_keys", "unsettled", "job_events",
+    "live_jobs", "finished_jobs", "lanes", "idempotency_keys", "unassigned_keys", "job_events",
 )  # fmt: skip
 STATE = """
     SELECT id, status, attempts, claims, lease_id, started_at IS NOT NULL AS started,
@@ -472,15 +472,15 @@ class System:
 
     # ── maintenance, always in a transaction of its own ───────────────────────────────────────────
 
-    def settle(self) -> None:
+    def assign_keys(self) -> None:
         with self._acting(WATCHER) as reference:
-            (row,) = self._run(WATCHER, "SELECT settle_keys() AS n")
-            _same(row["n"], reference.settle_keys(WATCHER), "settling looks at every key once")
+            (row,) = self._run(WATCHER, "SELECT assign_keys() AS n")
+            _same(row["n"], reference.assign_keys(WATCHER), "every unassigned key is checked once")
 
     def sweep(self) -> None:
         with self._acting(WATCHER, heads=False) as reference:
             stale = reference.stale(WATCHER)
-            self._run(WATCHER, "SELECT sweep()")
+            self._run(WATCHER, "SELECT sweep_lanes()")
             reference.heads = self._heads(WATCHER)
             self._nothing_is_hidden()
             self._undo_moves_up()
@@ -510,8 +510,8 @@ class System:
             match duty:
                 case "recover":
                     reference.recover(WATCHER, stale)
-                case "settle":
-                    reference.settle_keys(WATCHER)
+                case "keys":
+                    reference.assign_keys(WATCHER)
                 case "sweep":
                     self._nothing_is_hidden()
                     self._undo_moves_up()
@@ -554,12 +554,12 @@ class System:
         while any(job.live for job in self.reference.jobs.values()):
             rounds += 1
             must(rounds <= 4 * len(self.reference.jobs) + 8, "P1: a job never comes to its end")
-            self.settle()
+            self.assign_keys()
             self.pass_time(2)
             self.sweep()
             self.complete(0, self.claim(0))
-        self.settle()
-        must(not self.reference.unsettled, "P1: a key without jobs is never settled")
+        self.assign_keys()
+        must(not self.reference.unassigned_keys, "P1: a key without jobs is never assigned")
 
     # ── comparing ─────────────────────────────────────────────────────────────────────────────────
 
@@ -572,9 +572,12 @@ class System:
             self._compare_jobs(client, self._run(client, STATE), since, self._now())
         self._compare_jobs(WATCHER, committed, since, now)
         self._clock = now
-        rows = self._run(WATCHER, "SELECT ordering_key FROM unsettled")
-        left, expected = Counter(r["ordering_key"] for r in rows), Counter(self.reference.unsettled)
-        _same(left, expected, "the keys left to settle")
+        rows = self._run(WATCHER, "SELECT ordering_key FROM unassigned_keys")
+        left, expected = (
+            Counter(r["ordering_key"] for r in rows),
+            Counter(self.reference.unassigned_keys),
+        )
+        _same(left, expected, "the unassigned keys")
         if heads:
             after = self._lane_rows()
             before = {row: self._rows_before.get(row) for row in after}

@@ -65,14 +65,14 @@ def test_a_late_job_that_was_locked_when_it_was_sent_behind_the_holder_is_not_st
     system.enqueue(1, Spec(key="k"))
     system.begin(1)
     (holder,) = system.claim(1)
-    system.commit(0)  # the holder is locked: left unsettled
+    system.commit(0)  # the holder is locked: left unassigned_keys
     system.commit(1)
     system.begin(2)
     system.cancel(2, [late])
-    system.settle()
+    system.assign_keys()
     system.rollback(2)
     system.complete(1, [holder])
-    system.settle()
+    system.assign_keys()
     assert [claim.id for claim in system.claim(0)] == [late]
 
 
@@ -88,7 +88,7 @@ def test_an_enqueue_does_not_wait_for_a_handler_that_reports_and_completes_in_on
     system.complete(0, claims)
     (following,) = system.enqueue(1, Spec(key="k"))
     system.commit(0)
-    system.settle()
+    system.assign_keys()
     assert [claim.id for claim in system.claim(1)] == [following]
 
 
@@ -113,7 +113,7 @@ def test_a_key_freed_under_an_old_snapshot_still_finds_its_next_job(
     old.execute("SELECT howdah.complete_jobs(%s, %s)", ([holder.id], [holder.lease]))
     old.commit()
     with connect_model() as conn:
-        conn.execute("SELECT howdah.settle_keys()")
+        conn.execute("SELECT howdah.assign_keys()")
         claimed = conn.execute("SELECT id FROM howdah.claim_job_batch('w')").fetchall()
     assert claimed == [(following,)]
     system.clear()  # done behind the reference's back

@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "the cap on attempts of a recovery",
-        "return_jobs",
+        "requeue_jobs",
         {"OR j.attempts < j.max_attempts": "OR true"},
         scenarios.a_job_kills_its_workers,
         says="expected {'status': 'failed'",
@@ -89,14 +89,14 @@ MUTANTS = [
     ),
     Mutant(
         "the bound on refunds",
-        "return_jobs",
+        "requeue_jobs",
         {"j.claims - j.attempts < 10": "true"},
         scenarios.a_job_kills_its_workers_before_they_can_say_so,
         says="'attempts': 1, 'claims': 11",
     ),
     Mutant(
         "the refund of a job that was only prefetched",
-        "return_jobs",
+        "requeue_jobs",
         {
             "p_why = 'release' OR (j.started_at IS NULL AND j.claims - j.attempts < 10))::int": "false)::int"
         },
@@ -113,14 +113,14 @@ MUTANTS = [
     ),
     Mutant(
         "what comes back goes above the head",
-        "due_again",
+        "requeue_at",
         {"least(min(l.head_at), clock_timestamp())": "NULL::timestamptz"},
         scenarios.a_job_comes_back_below_the_head,
         says="the due time of",
     ),
     Mutant(
         "the sweep lowers a head that hides a job",
-        "sweep",
+        "sweep_lanes",
         {"j.run_at < v_lane.head_at": "false"},
         scenarios.a_claim_moves_the_head_late,
         says="hidden after a sweep",
@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "the second look for a holder",
-        "settle_key",
+        "assign_key",
         {
             "NOT EXISTS (SELECT FROM live_jobs AS j "
             "WHERE j.ordering_key = p_key AND j.holds_key)": "true"
@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "late committers go behind the holder",
-        "settle_key",
+        "assign_key",
         {"UPDATE live_jobs AS j SET seq = DEFAULT WHERE j.id = v_late;": "NULL;"},
         scenarios.a_producer_of_a_key_commits_late,
         says="the line before a key",
@@ -160,7 +160,7 @@ MUTANTS = [
     ),
     Mutant(
         "handing a key over does not wait",
-        "give_key",
+        "give_key_to_job",
         {"FOR UPDATE SKIP LOCKED": "FOR UPDATE"},
         scenarios.a_waiting_job_is_being_cancelled,
         says="P5: waited",
@@ -181,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "recovery skips what is locked",
-        "lock_stale",
+        "lock_stale_jobs",
         {"FOR UPDATE SKIP LOCKED": "FOR UPDATE"},
         scenarios.recovery_meets_a_handler_at_work,
         says="P5: waited",

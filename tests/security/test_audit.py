@@ -63,12 +63,12 @@ def test_what_callers_call_runs_as_the_owner_and_what_is_internal_does_not(
 ) -> None:
     definers = {name for name, is_definer, *_ in functions if is_definer}
     # It runs at the commit, as whoever commits.
-    assert definers == documented() | {"settle_at_commit"}
+    assert definers == documented() | {"assign_key_at_commit"}
 
 
-def test_no_function_is_for_everybody_but_a_constant(functions: list[Any]) -> None:
+def test_no_function_is_for_public(functions: list[Any]) -> None:
     public = {row[0] for row in functions if row[4] is None or re.search(r"[{,]=X", row[4])}
-    assert public == {"payload_limit"}
+    assert public == set()
 
 
 def test_sql_that_is_put_together_quotes_what_it_is_given(functions: list[Any]) -> None:
@@ -79,7 +79,7 @@ def test_sql_that_is_put_together_quotes_what_it_is_given(functions: list[Any]) 
                 name
             )
             if "%s" in statement:
-                assert "v_leaf" in statement, name
+                assert "v_partition" in statement, name
 
 
 # ── the source ────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +199,7 @@ def test_a_schema_may_have_any_name(empty_database: str, schema: str) -> None:
         ("cancel", waiting.id), ("rm", waiting.id), ("clear", "--older-than", "0s"),
     ):  # fmt: skip
         succeed(*command, *there)
-    assert "could not be looked at" not in run("doctor", *there).output
+    assert "the check failed" not in run("doctor", *there).output
     queue.close()
     with psycopg.connect(empty_database, autocommit=True) as conn:
         conn.execute(

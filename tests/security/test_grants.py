@@ -1,4 +1,4 @@
-"""`howdah migrate --grants`: for whom, how often, by whom, and what comes after."""
+"""`howdah migrate --grants`: to which roles, repeated, by which role, and with later migrations."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from psycopg import sql
-from secured import GRANTS, ROLES, Secured, run, succeed
+from psycopg.sql import SQL, Identifier
+from secured import GRANTS, Secured, run, succeed
 
-from howdah import AsyncJobQueue, JobQueue, NotPermitted, SchemaMissing, SchemaOutdated
+from howdah import AsyncJobQueue, JobQueue, NotPermitted, SchemaMissing, SchemaOutdated, sql
 from howdah.database import grants, migrate
 from howdah.errors import InvalidOption
 from howdah.sql import latest_version
+from next_release import STEP, VERSION, next_release
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from howdah.sql import Release
 
     Connection = psycopg.Connection[Any]
     NewRole = Callable[..., str]
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 def rights(conn: Connection, schema: str = "howdah") -> list[Any]:
     """Who owns what, and who may do what with it."""
     return conn.execute(
-        "SELECT relname, relowner::regrole::text, relacl::text FROM pg_class "
+        "SELECT relname::text, relowner::regrole::text, relacl::text FROM pg_class "
         "WHERE relnamespace = quote_ident(%(s)s)::regnamespace AND relkind IN ('r', 'p', 'v', 'S') "
         "UNION ALL SELECT oid::regprocedure::text, proowner::regrole::text, proacl::text FROM pg_proc "
         "WHERE pronamespace = quote_ident(%(s)s)::regnamespace "
@@ -71,7 +75,7 @@ def test_roles_are_named_by_their_kind(text: str, roles: Any) -> None:
         ("producr=web", 'unknown kind of role "producr"; did you mean "producer"?'),
         ("web", 'unknown kind of role "web"; there are producer, worker, observer, administrator.'),
         ("producer=", '"producer=" names no role; write it as in producer=app_producer.'),
-        ("administrator=a,administrator=b", "one role is the administrator"),
+        ("administrator=a,administrator=b", "only one role can be the administrator"),
     ],
 )
 def test_what_names_no_role_is_refused(text: str, sentence: str) -> None:
@@ -128,8 +132,8 @@ def test_names_of_roles_and_schemas_are_only_names(
     with psycopg.connect(empty_database, autocommit=True) as conn:
         (name,) = conn.execute("SELECT quote_ident(%s)", (role,)).fetchone() or ("",)
         assert owners(conn, hostile) == {name}
-        conn.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(role)))
-        conn.execute(sql.SQL("SELECT {}.enqueue_job('x')").format(sql.Identifier(hostile)))
+        conn.execute(SQL("SET ROLE {}").format(Identifier(role)))
+        conn.execute(SQL("SELECT {}.enqueue_job('x')").format(Identifier(hostile)))
 
 
 # ── again, and otherwise ──────────────────────────────────────────────────────────────────────────
@@ -177,59 +181,72 @@ def test_who_is_not_named_any_more_loses_its_rights(secured: Secured, new_role: 
 # ── later migrations ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_later_migration_gives_the_roles_what_it_adds(
-    empty_database: str, secured: Secured
-) -> None:
-    with psycopg.connect(empty_database, autocommit=True) as conn:
-        migrate.migrate(conn, "howdah", target=1)
-        roles = {kind: [role] for kind, role in ROLES.items()}
-        assert migrate.drive(conn, grants.steps("howdah", roles)) == roles
-    # claim_job_batch is replaced by version 2, and version 3 makes functions of its own
-    migrated = Secured(empty_database)
-    succeed("migrate", "--database", migrated.as_kind("administrator"))
-    with migrated.connect() as conn, secured.connect() as other:
-        assert rights(conn) == rights(other)
-    queue = JobQueue(migrated.as_kind("worker"))
+@pytest.fixture
+def newer(tmp_path: Path) -> Release:
+    """The next release: it drops and creates claim_job_batch, and adds a table."""
+    return next_release(tmp_path, step=STEP + "CREATE TABLE next_release (id int);")
+
+
+def test_a_later_migration_grants_what_it_adds(secured: Secured, newer: Release) -> None:
+    with secured.connect("administrator") as conn:
+        before = set(rights(conn))
+        migrate.migrate(conn, "howdah", release=newer)
+        changed = set(rights(conn)) ^ before
+    assert {name.partition("(")[0] for name, _, _ in changed} == {
+        "howdah.claim_job_batch",
+        "next_release",
+    }
+    for name, owner, granted in changed:
+        assert owner == "ops"
+        assert ("app_worker=X/ops" in (granted or "")) == name.startswith("howdah.claim_job_batch")
+        assert "{=X" not in (granted or "")
+    queue = JobQueue(secured.as_kind("worker"))
     queue.enqueue("mail")
     assert len(queue.claim()) == 1
     queue.close()
 
 
-def test_a_member_of_the_administrators_migrates_and_all_stays_theirs(
-    empty_database: str, secured_template: str, new_role: NewRole
+def test_a_member_of_the_administrators_migrates_and_the_owner_stays_the_same(
+    empty_database: str,
+    secured_template: str,
+    new_role: NewRole,
+    newer: Release,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alice = new_role("alice", "LOGIN IN ROLE ops")
     with psycopg.connect(empty_database, autocommit=True) as conn:
-        migrate.migrate(conn, "howdah", target=1)
+        migrate.migrate(conn, "howdah")
         migrate.drive(conn, grants.steps("howdah", {"administrator": ["ops"]}))
-        enqueue_as(empty_database.replace("://howdah@", f"://{alice}@"))  # creates what is missing
+        monkeypatch.setattr(sql, "release", lambda: newer)
+        enqueue_as(empty_database.replace("://howdah@", f"://{alice}@"))  # the first use migrates
+        assert conn.execute("SELECT count(*) FROM howdah.next_release").fetchone() == (0,)
         assert owners(conn) == {"ops"}
 
 
-def test_a_role_that_was_dropped_stops_no_migration(empty_database: str) -> None:
+def test_a_role_that_was_dropped_stops_no_migration(empty_database: str, newer: Release) -> None:
     with psycopg.connect(empty_database, autocommit=True) as conn:
         conn.execute("CREATE ROLE short_lived")
-        migrate.migrate(conn, "howdah", target=1)
+        migrate.migrate(conn, "howdah")
         migrate.drive(conn, grants.steps("howdah", {"producer": ["short_lived"]}))
         conn.execute("DROP OWNED BY short_lived")
         conn.execute("DROP ROLE short_lived")
-        migrate.migrate(conn, "howdah")
+        migrate.migrate(conn, "howdah", release=newer)
         migrate.drive(conn, grants.steps("howdah", None))
 
 
-def test_leaves_that_a_worker_makes_belong_to_the_administrator(secured: Secured) -> None:
+def test_partitions_that_a_worker_creates_belong_to_the_administrator(secured: Secured) -> None:
     with secured.connect() as conn:
         conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
-        (leaf,) = conn.execute(
+        (partition,) = conn.execute(
             "SELECT max(relname) FROM pg_class WHERE relname ~ '^finished_jobs_2[0-9]{7}$'"
         ).fetchone() or ("",)
-        conn.execute(f"DROP TABLE howdah.{leaf}".encode())
+        conn.execute(f"DROP TABLE howdah.{partition}".encode())
     with secured.connect("worker") as conn:
         done = conn.execute("SELECT duty, error FROM howdah.run_maintenance()").fetchall()
     assert {duty: error for duty, error in done if error} == {}
-    assert {duty for duty, _ in done} == {"recover", "settle", "sweep", "prune", "leaves"}
+    assert {duty for duty, _ in done} == {"recover", "keys", "sweep", "prune", "partitions"}
     with secured.connect() as conn:
-        made = conn.execute("SELECT tableowner FROM pg_tables WHERE tablename = %s", (leaf,))
+        made = conn.execute("SELECT tableowner FROM pg_tables WHERE tablename = %s", (partition,))
         assert made.fetchall() == [("ops",)]
 
 
@@ -273,7 +290,7 @@ def test_who_may_not_create_roles_is_told_what_to_do(
         "migrate", "--grants", "--database", empty_database.replace("://howdah@", f"://{shop}@")
     )
     assert result.exit_code == 1
-    assert 'role "plain_owner" may not give rights on schema "howdah"' in result.stderr
+    assert 'role "plain_owner" may not grant privileges on schema "howdah"' in result.stderr
     assert "permission denied to create role; nothing was granted." in result.stderr
     assert "--grants producer=app_web,worker=app_worker" in result.stderr
 
@@ -310,17 +327,16 @@ async def test_a_role_that_may_not_create_is_told_that_the_tables_are_missing(
     await queue.close()
 
 
-async def test_a_role_that_may_not_migrate_is_told_that_the_schema_is_behind(
-    empty_database: str, new_role: NewRole
+async def test_a_role_that_may_not_migrate_learns_that_the_schema_is_outdated(
+    empty_database: str, new_role: NewRole, newer: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role = new_role("late_producer")
     with psycopg.connect(empty_database, autocommit=True) as conn:
-        migrate.migrate(conn, "howdah", target=1)
+        migrate.migrate(conn, "howdah")
         migrate.drive(conn, grants.steps("howdah", {"producer": [role]}))
+    monkeypatch.setattr(sql, "release", lambda: newer)
     url = empty_database.replace("://howdah@", f"://{role}@")
-    sentence = (
-        f"version 1 and this Howdah needs {latest_version()}. Run `howdah migrate` as its admin"
-    )
+    sentence = f"version 1 and this Howdah needs {VERSION}. Run `howdah migrate` as its admin"
     with pytest.raises(SchemaOutdated, match=sentence):
         enqueue_as(url)
     queue = AsyncJobQueue(url)
@@ -335,7 +351,7 @@ def test_a_schema_in_which_everybody_may_create_is_refused(empty_database: str) 
         conn.execute("GRANT CREATE ON SCHEMA howdah TO PUBLIC")
         result = run("migrate", "--database", empty_database)
         assert result.exit_code == 1
-        assert 'everybody may create objects in schema "howdah"; give Howdah one' in result.stderr
+        assert 'every role may create objects in schema "howdah"; use a separate' in result.stderr
         assert owners(conn) == {"howdah"}
         assert len(rights(conn)) == 1
 

@@ -19,7 +19,6 @@ from howdah.protocol.new_jobs import CHUNK_JOBS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CONSTANT = {"payload_limit"}  # in a CHECK that the planner reads for whoever reads the table
 ENQUEUEING = {"enqueue_job", "enqueue_jobs", "announce_jobs"}
 LOOKING = {"pending_count", "next_due_at"}
 WORKING = {
@@ -44,7 +43,7 @@ TABLES = {
         table: {"SELECT"}
         for table in (
             "migrations", "jobs", "job_events", "live_jobs", "finished_jobs", "finished_jobs_default",
-            "lanes", "idempotency_keys", "unsettled", "workers", "watchers", "maintenance", "throughput",
+            "lanes", "idempotency_keys", "unassigned_keys", "workers", "watchers", "maintenance", "throughput",
             "grants",
         )
     },
@@ -59,7 +58,7 @@ def test_a_role_may_call_these_functions_and_no_other(secured: Secured, kind: st
             "AND has_function_privilege(%s, oid, 'EXECUTE')",
             (ROLES[kind],),
         ).fetchall()
-    assert {name for (name,) in callable_} == FUNCTIONS[kind] | CONSTANT
+    assert {name for (name,) in callable_} == FUNCTIONS[kind]
 
 
 @pytest.mark.parametrize("kind", ["producer", "worker"])
@@ -98,8 +97,7 @@ def test_nobody_else_may_do_anything(secured: Secured) -> None:
         try:
             found = conn.execute(
                 "SELECT proname FROM pg_proc WHERE pronamespace = 'howdah'::regnamespace "
-                "AND has_function_privilege('stranger', oid, 'EXECUTE') "
-                "AND proname <> 'payload_limit' UNION ALL "
+                "AND has_function_privilege('stranger', oid, 'EXECUTE') UNION ALL "
                 "SELECT relname FROM pg_class WHERE relnamespace = 'howdah'::regnamespace "
                 "AND relkind IN ('r', 'p', 'v') AND has_any_column_privilege('stranger', oid, 'SELECT')"
             ).fetchall()
@@ -242,13 +240,13 @@ HOSTILE = [
     "INSERT INTO howdah.database.grants VALUES ('worker', current_user)",
     "SELECT howdah.complete_jobs('{}', '{}')",
     "SELECT howdah.finish_jobs('{}', 'completed')",
-    "SELECT howdah.tend_leaves()",
-    "SELECT howdah.settle_key('key')",
+    "SELECT howdah.maintain_partitions()",
+    "SELECT howdah.assign_key('key')",
     "SELECT howdah.run_maintenance()",
     "CREATE TABLE howdah.mine (x int)",
     "CREATE FUNCTION howdah.add_lane(text, text, int, text) RETURNS void LANGUAGE sql AS ''",
     "ALTER FUNCTION howdah.enqueue_job RESET ALL",
-    "CREATE TRIGGER t BEFORE INSERT ON howdah.live_jobs EXECUTE FUNCTION howdah.settle_at_commit()",
+    "CREATE TRIGGER t BEFORE INSERT ON howdah.live_jobs EXECUTE FUNCTION howdah.assign_key_at_commit()",
     "DROP SCHEMA howdah CASCADE",
     "LOCK TABLE howdah.live_jobs",
     "SET ROLE ops",

@@ -1,8 +1,8 @@
-"""Follows a page of the skill as an agent would: every block, from top to bottom, in one project.
+"""Runs every block of a page of the skill, from top to bottom, in one project, as an agent would.
 
-python    executed in one namespace of a process of its own; `print(x)  # 3` also checks what was printed.
+python    executed in one namespace, in a separate process; `print(x)  # 3` also checks the output.
           A block that begins with `# name.py` is written to that file instead.
-console   lines after `$ `; the lines that follow must be printed, `...` is anything.
+console   lines after `$ ` are run; the lines that follow must be printed, `...` matches anything.
           `howdah worker` runs in the background until the page ends.
 sql       run on the project's database, in autocommit mode
 """
@@ -61,7 +61,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 class Agent:
-    """Who follows the page, in a project that has the skill."""
+    """Runs the blocks of a page, in a project that has the skill."""
 
     def __init__(self, project: Path, variables: dict[str, str]) -> None:
         self.project = project
@@ -85,7 +85,7 @@ class Agent:
                 with psycopg.connect(self.url(), autocommit=True) as conn:
                     conn.execute(block.code.encode())
             case other:
-                raise AssertionError(f"{block.place}: nobody runs {other!r}")
+                raise AssertionError(f"{block.place}: blocks of type {other!r} cannot be run")
 
     def url(self) -> str:
         return self.variables.get("DATABASE_URL") or self.run("howdah db url").strip()
@@ -152,7 +152,7 @@ class Agent:
 
 
 def variables(home: Path) -> dict[str, str]:
-    """An environment with this Howdah in it, and no database."""
+    """An environment with this Howdah on its PATH, and no database."""
     programs = os.path.dirname(sys.executable)
     kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
     return kept | {

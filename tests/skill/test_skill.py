@@ -1,4 +1,4 @@
-"""The agent skill: every block of it runs, its scripts work, and it gets where agents look for it."""
+"""The agent skill: its code blocks run, its scripts work, and it is installed for agents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reading import Agent, blocks, variables
 
 from howdah.cli import main
 from howdah.embedded import EmbeddedServer
-from howdah.skill import MANIFEST, NAME, SOURCE, Copy, shipped_files
+from howdah.skill import MANIFEST, NAME, SOURCE, install, shipped_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def relative(page: Path) -> str:
 
 @pytest.fixture
 def project() -> Iterator[Path]:
-    """A project with nothing in it. Not pytest's own directory, into which root's server may not go."""
+    """An empty project. Not in pytest's tmp_path, which the server of root cannot enter."""
     with tempfile.TemporaryDirectory(prefix="howdah-skill-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -63,7 +63,7 @@ def project() -> Iterator[Path]:
 
 @pytest.fixture
 def home(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Works in the project, with a home directory of its own."""
+    """Makes the project the current directory, and sets a temporary home directory."""
     monkeypatch.chdir(project)
     monkeypatch.setenv("HOME", str(project / "home"))
     return project / "home"
@@ -81,10 +81,10 @@ def skill(*arguments: str, status: int = 0) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=relative)
 def test_an_agent_can_follow_the_page(page: Path, project: Path, request: Any) -> None:
     environment = variables(project)
-    if page.parent.name == "references":  # the others make a database of their own
+    if page.parent.name == "references":  # the others create a database
         environment["DATABASE_URL"] = request.getfixturevalue("database")
     if page.name == "SKILL.md":  # the README installs it itself
-        Copy(project / f".claude/skills/{NAME}").install("0")
+        install(project / f".claude/skills/{NAME}", "0")
     agent = Agent(project, environment)
     try:
         for block in blocks(page):
@@ -166,7 +166,7 @@ def test_the_frontmatter_is_complete_and_names_the_triggers() -> None:
     text = (SOURCE / "SKILL.md").read_text()
     head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
     assert head
-    # Plain one-line scalars: what every reader of YAML reads alike.
+    # Plain one-line scalars, which all YAML parsers read alike.
     pairs = [line.split(": ", 1) for line in head[1].splitlines()]
     assert [key for key, _ in pairs] == ["name", "model", "description"]
     fields = dict(pairs)
@@ -180,7 +180,7 @@ def test_the_frontmatter_is_complete_and_names_the_triggers() -> None:
         assert trigger in fields["description"]
 
 
-def test_the_skill_is_short_and_says_nothing_of_this_machine() -> None:
+def test_the_skill_is_short_and_has_no_local_paths_or_urls() -> None:
     assert len((SOURCE / "SKILL.md").read_text().splitlines()) < 250
     everything = b"".join(shipped_files().values()).decode()
     assert not re.search(r"/(?:work|home|root|Users)/|https?://", everything)
@@ -210,7 +210,7 @@ def test_every_figure_of_the_table_comes_from_the_benchmark() -> None:
     assert [cell for row in without for cell in row[1:] if re.search(r"\d", cell)] == []
 
 
-def test_figures_are_filled_in_replaced_and_taken_away_again() -> None:
+def test_figures_are_added_replaced_and_removed() -> None:
     figures = load("skill_figures")
     bare = figures.fill(figures.PAGE.read_text(), {})
     first = figures.fill(bare, {"howdah": {"jobs_per_second": 41234.5, "pickup_p50_ms": 1.26}})
@@ -225,22 +225,22 @@ def test_figures_are_filled_in_replaced_and_taken_away_again() -> None:
 # ── the scripts ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_setup_script_sets_an_empty_project_up_and_shows_it(
+def test_the_setup_script_sets_up_an_empty_project_and_runs_the_demo(
     project: Path, empty_database: str
 ) -> None:
-    """On a server that is there; the pages run it on an embedded one."""
+    """On an existing server; the pages run it on an embedded one."""
     scripts = project / "elsewhere"
     shutil.copytree(SOURCE / "scripts", scripts)
     agent = Agent(project, variables(project) | {"DATABASE_URL": empty_database})
-    said = agent.run("python elsewhere/setup.py")
-    assert "database: the one in the environment" in said
-    assert "wrote jobs.py" in said
-    assert re.search(r"^demo-call +100 +completed +100 +2 +answered at", said, re.MULTILINE)
+    output = agent.run("python elsewhere/setup.py")
+    assert "database: the one in the environment" in output
+    assert "wrote jobs.py" in output
+    assert re.search(r"^demo-call +100 +completed +100 +2 +answered at", output, re.MULTILINE)
     made = {path.name for path in project.iterdir()}
     assert made == {"elsewhere", "jobs.py"}
     assert {path.name for path in scripts.iterdir()} == {"quick_demo.py", "setup.py"}
 
-    # The example is one that works, and what the user makes of it stays.
+    # The example works, and the user's edits are kept.
     example = project / "jobs.py"
     example.write_text(example.read_text().replace(" px", " pixels"))
     assert "kept jobs.py" in agent.run("python elsewhere/setup.py --no-demo")
@@ -277,7 +277,7 @@ def test_without_howdah_the_setup_script_would_install_it(project: Path) -> None
         "write jobs.py",
         f"$ {local} {scripts.resolve()}/quick_demo.py",
     ]
-    # A database that is there needs no embedded one, and a jobs.py that is there stays.
+    # An existing database needs no embedded server, and an existing jobs.py is kept.
     (project / "jobs.py").write_text("")
     options = ("--no-demo", "--package", "howdah.whl")
     assert plan(scripts / "setup.py", *options, DATABASE_URL="postgresql://db/shop")[1:] == [
@@ -302,26 +302,28 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("agent", ["claude", "cursor", "openclaw"])
-def test_it_is_installed_for_a_user_or_for_a_project(home: Path, agent: str) -> None:
+def test_it_is_installed_for_a_user_or_a_project(home: Path, agent: str) -> None:
     assert "added SKILL.md\n" in skill("install", "--agent", agent)
     assert content(home / f".{agent}/skills/{NAME}") == shipped_files()
-    said = skill("install", "--agent", agent, "--project")
-    assert ("--dir skills" in said) == (agent == "openclaw")
+    output = skill("install", "--agent", agent, "--project")
+    assert ("--dir skills" in output) == (agent == "openclaw")
     assert content(home.parent / f".{agent}/skills/{NAME}") == shipped_files()
     listed = [line.split(maxsplit=1)[0] for line in skill("list").splitlines() if "up to" in line]
     assert listed == [agent, agent]
 
 
-def test_claude_is_the_default_and_a_directory_serves_every_other_agent(home: Path) -> None:
+def test_claude_is_the_default_and_dir_is_for_other_agents(home: Path) -> None:
     skill("install")
     skill("install", "--dir", "skills")
     skill("install", "--dir", f"other/{NAME}")
     for place in (home / ".claude/skills", home.parent / "skills", home.parent / "other"):
         assert content(place / NAME) == shipped_files()
-    assert "--dir goes with neither" in skill("install", "--dir", "x", "--project", status=2)
+    assert "--dir cannot be used with --agent or --project." in skill(
+        "install", "--dir", "x", "--project", status=2
+    )
 
 
-def test_an_outdated_file_is_replaced_and_the_difference_shown(
+def test_an_outdated_file_is_replaced_and_the_diff_printed(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = shipped_files() | {"README.md": b"# old\n", "references/gone.md": b"gone\n"}
@@ -331,15 +333,15 @@ def test_an_outdated_file_is_replaced_and_the_difference_shown(
     monkeypatch.setenv("HOME", str(home))
     assert "outdated" in skill("list")
     before = content(home / f".claude/skills/{NAME}")
-    said = skill("install", "--dry-run")
-    assert "Nothing was written" in said
+    output = skill("install", "--dry-run")
+    assert "Nothing was written" in output
     assert content(home / f".claude/skills/{NAME}") == before
-    assert skill("install").splitlines()[:-1] == said.splitlines()[:-1]
-    assert "updated README.md\n--- installed/README.md\n+++ howdah/README.md\n" in said
-    assert "\n-# old\n+# postgres-job-queue\n" in said
-    assert "removed references/gone.md" in said
+    assert skill("install").splitlines()[:-1] == output.splitlines()[:-1]
+    assert "updated README.md\n--- installed/README.md\n+++ howdah/README.md\n" in output
+    assert "\n-# old\n+# postgres-job-queue\n" in output
+    assert "removed references/gone.md" in output
     assert content(home / f".claude/skills/{NAME}") == shipped_files()
-    assert skill("install").splitlines()[0].startswith("Version")  # nothing more to do
+    assert skill("install").splitlines()[0].startswith("Version")  # no further change
 
 
 def test_an_edited_file_is_kept_until_force_overwrites_it(home: Path) -> None:
@@ -348,11 +350,11 @@ def test_an_edited_file_is_kept_until_force_overwrites_it(home: Path) -> None:
     page.write_text(page.read_text() + "\nOur queue is called mail.\n")
     (page.parent / "notes.md").write_text("ours")
     assert "edited" in skill("list")
-    for _ in range(2):  # also the second time
-        said = skill("install")
-        assert "kept SKILL.md\n--- installed/SKILL.md" in said
-        assert "\n-Our queue is called mail.\n" in said
-        assert "Kept what you edited" in said
+    for _ in range(2):  # the second time too
+        output = skill("install")
+        assert "kept SKILL.md\n--- installed/SKILL.md" in output
+        assert "\n-Our queue is called mail.\n" in output
+        assert "Kept 1 edited file; --force overwrites it.\n" in output
         assert page.read_text().endswith("mail.\n")
     assert "overwritten SKILL.md" in skill("install", "--force")
     assert content(page.parent) == shipped_files() | {"notes.md": b"ours"}
@@ -367,7 +369,7 @@ def test_a_copy_made_by_hand_counts_as_edited_where_it_differs(home: Path) -> No
     ]
 
 
-def test_json_tells_programs_what_was_done(home: Path) -> None:
+def test_json_lists_the_action_for_every_file(home: Path) -> None:
     planned = json.loads(skill("install", "--dry-run", "--json"))
     assert planned["dry_run"] is True
     assert not home.exists()
@@ -382,7 +384,7 @@ def test_json_tells_programs_what_was_done(home: Path) -> None:
     assert states == {"up to date", "not installed"}
 
 
-def test_uninstalling_leaves_what_the_user_edited_or_added(home: Path) -> None:
+def test_uninstall_keeps_files_that_the_user_edited_or_added(home: Path) -> None:
     assert "not installed" in skill("uninstall", status=1)
     skill("install")
     place = home / f".claude/skills/{NAME}"
@@ -399,12 +401,12 @@ def test_uninstalling_leaves_what_the_user_edited_or_added(home: Path) -> None:
     assert content(place) == {"references/notes.md": b"ours too"}
     (place / "references/notes.md").unlink()
     skill("install", "--force")
-    assert f"Removed {place}" in skill("uninstall")
+    assert f"Removed: {place}\n" in skill("uninstall")
     assert not place.exists()
     assert place.parents[1].exists()
 
 
-def test_a_manifest_cannot_make_it_remove_files_elsewhere(home: Path) -> None:
+def test_a_manifest_cannot_name_files_outside_of_the_copy(home: Path) -> None:
     skill("install")
     place = home / f".claude/skills/{NAME}"
     (home / "precious").write_text("ours")
@@ -417,17 +419,33 @@ def test_a_manifest_cannot_make_it_remove_files_elsewhere(home: Path) -> None:
     assert not place.exists()
 
 
+def test_force_replaces_a_link_and_leaves_the_file_that_it_leads_to(home: Path) -> None:
+    skill("install")
+    page = home / f".claude/skills/{NAME}/SKILL.md"
+    (home / "precious").write_text("ours")
+    page.unlink()
+    page.symlink_to(home / "precious")
+    assert "kept SKILL.md" in skill("install")
+    assert page.is_symlink()
+    assert "overwritten SKILL.md" in skill("install", "--force")
+    assert page.read_bytes() == shipped_files()["SKILL.md"]
+    assert (home / "precious").read_text() == "ours"
+
+
 def test_it_is_not_installed_into_itself_or_over_a_file(home: Path) -> None:
-    assert "Howdah's own copy" in skill("install", "--dir", str(SOURCE), status=1)
+    output = skill("install", "--dir", str(SOURCE), status=1)
+    assert output == (
+        f"Error: {SOURCE} is a symbolic link or Howdah's own copy of the skill; name another directory.\n"
+    )
     (home.parent / "skills").write_text("")
-    said = skill("install", "--dir", "skills", status=2)
-    assert "is a file" in said
+    output = skill("install", "--dir", "skills", status=2)
+    assert "is a file" in output
 
 
 # ── shipping ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_there_is_one_copy_and_the_repository_links_to_it() -> None:
+def test_the_repository_links_to_the_one_copy() -> None:
     assert shipped_files().keys() == FILES
     link = ROOT / "skills" / NAME
     assert link.resolve() == SOURCE.resolve()
@@ -452,7 +470,7 @@ def test_the_sdist_and_the_wheel_made_from_it_have_the_skill(tmp_path: Path) -> 
     command = [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "No matching distribution" in done.stdout + done.stderr:
-        pytest.skip("the build needs hatchling, which cannot be had here")
+        pytest.skip("the build needs hatchling, which is not available")
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -219,7 +219,7 @@ def test_recovery_fails_a_started_job_without_an_attempt_left(conn: Connection) 
     assert recover(conn) == 1
     failed = get(conn, job_id)
     assert (failed.status, failed.attempts) == ("failed", 1)
-    assert failed.last_error == "the lease ran out; the worker stopped or was cut off"
+    assert failed.last_error == "the lease expired; the worker stopped or lost its connection"
 
 
 def test_recovery_leaves_a_live_lease_alone(conn: Connection, job: Any) -> None:

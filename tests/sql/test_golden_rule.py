@@ -81,7 +81,7 @@ def crowd(connect: Connect) -> Crowd:
     reader = connect(autocommit=False)
     reader.isolation_level = IsolationLevel.REPEATABLE_READ
     reader.execute("SELECT * FROM howdah.jobs").fetchall()
-    reader.execute("SELECT * FROM howdah.lanes, howdah.unsettled").fetchall()
+    reader.execute("SELECT * FROM howdah.lanes, howdah.unassigned_keys").fetchall()
     return Crowd(worker, Waits(worker), claimed, busy, handler)
 
 
@@ -140,11 +140,13 @@ def test_recovery_takes_what_nobody_has_locked(crowd: Crowd) -> None:
     assert found == len(crowd.neighbours)
 
 
-@pytest.mark.parametrize("call", ["settle_keys()", "sweep()", "next_due_at()", "run_maintenance()"])
+@pytest.mark.parametrize(
+    "call", ["assign_keys()", "sweep_lanes()", "next_due_at()", "run_maintenance()"]
+)
 def test_upkeep_does_not_wait(crowd: Crowd, call: str) -> None:
     expire(crowd.worker, *(job for job in crowd.claimed if job.id != crowd.busy.id))
     crowd.worker.execute(
-        "INSERT INTO howdah.unsettled (ordering_key) VALUES ('k1'), ('k2'), ('k3')"
+        "INSERT INTO howdah.unassigned_keys (ordering_key) VALUES ('k1'), ('k2'), ('k3')"
     )
     crowd.worker.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
     crowd.worker.execute(f"SELECT * FROM howdah.{call}".encode())
@@ -172,7 +174,7 @@ def test_two_open_enqueues_with_the_same_new_lanes_and_keys_do_not_meet(
     first.commit()
     done = 0
     while done < 8:
-        maintain(conn, "settle", "sweep")
+        maintain(conn, "keys", "sweep")
         taken = claim(conn)
         assert taken, f"only {done} of 8 were ever claimable"
         done += len(complete(conn, *taken))

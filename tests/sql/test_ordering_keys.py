@@ -38,7 +38,7 @@ def drain(conn: Connection) -> list[str]:
     while True:
         jobs = claim(conn)
         if not jobs:
-            maintain(conn, "settle")
+            maintain(conn, "keys")
             jobs = claim(conn)
         if not jobs:
             return names
@@ -132,10 +132,10 @@ def test_a_waiting_job_is_not_forgotten_when_its_cancelling_is_rolled_back(
     enqueue(conn, keyed("a"))
     (holder,) = claim(conn)
     complete(handler, holder)
-    late.commit()  # while the holder is being finished: the key stays unsettled
+    late.commit()  # while the holder is being finished: the key stays unassigned_keys
     handler.rollback()
     operator.execute("SELECT howdah.cancel_jobs(%s)", ([waiting],))
-    maintain(conn, "settle")  # while the waiting job is locked
+    maintain(conn, "keys")  # while the waiting job is locked
     operator.rollback()
     complete(conn, holder)
     assert drain(conn) == ["b"]
@@ -164,7 +164,7 @@ def test_a_rolled_back_job_never_holds_the_key(connect: Connect, conn: Connectio
 def test_keys_that_were_settled_leave_nothing_behind(conn: Connection) -> None:
     enqueue(conn, *(keyed(str(n), f"key {n % 3}") for n in range(9)))
     assert len(drain(conn)) == 9
-    assert value(conn, "SELECT count(*) FROM howdah.unsettled") == 0
+    assert value(conn, "SELECT count(*) FROM howdah.unassigned_keys") == 0
 
 
 class Stress:
@@ -244,7 +244,7 @@ class Stress:
     def maintain(self) -> None:
         conn = self.connect()
         while not self.finished.is_set():
-            maintain(conn, "recover", "settle", "sweep")
+            maintain(conn, "recover", "keys", "sweep")
             left = value(conn, "SELECT count(*) FROM howdah.live_jobs")
             if (self.produced.is_set() and left == 0) or time.monotonic() > self.give_up:
                 self.finished.set()

@@ -128,7 +128,7 @@ OTHERS = {
     "claim_job_batch by type": f"claim_job_batch('worker', '{{type 1,type 5}}', {BATCH})",
     "recover_stale_jobs": f"recover_stale_jobs(NULL, {BATCH})",
     "recover_expired": f"recover_expired({BATCH})",
-    "settle_keys": f"settle_keys({BATCH})",
+    "assign_keys": f"assign_keys({BATCH})",
     "next_due_at": "next_due_at()",
     "enqueue_jobs of one": """enqueue_jobs('[{"job_type": "type 1", "ordering_key": "key 4"}]')""",
     "enqueue_jobs": "enqueue_jobs('"
@@ -156,9 +156,9 @@ def prepare(conn: Connection, name: str) -> None:
     """What the statement is to find."""
     if name.startswith("recover"):
         conn.execute("SELECT howdah.extend_jobs(%s, %s, '1 microsecond')", claimed(conn))
-    if name == "settle_keys":
+    if name == "assign_keys":
         conn.execute(
-            "INSERT INTO howdah.unsettled (ordering_key) "
+            "INSERT INTO howdah.unassigned_keys (ordering_key) "
             "SELECT 'key ' || n * 4 FROM generate_series(1, %s) AS n",
             (BATCH,),
         )

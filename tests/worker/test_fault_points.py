@@ -151,13 +151,13 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
     supervisor.ready(2)
     queue.enqueue_many([*[nap] * 10, killer, *[nap] * 90])
     until(lambda: all_ended(conn), "every job ended")
-    died = "a worker process ended and is started again"
+    died = "worker process ended; restarting"
     jobs = conn.execute(
         "SELECT job_type, status, attempts, last_error FROM howdah.jobs ORDER BY job_type"
     ).fetchall()
     (_, status, attempts, error), *neighbours = jobs
     assert (status, attempts) == ("failed", 2)
-    assert "the lease ran out" in error
+    assert "the lease expired" in error
     assert Counter(neighbour[1:3] for neighbour in neighbours) == {("completed", 1): 100}
     assert {death["status"] for death in supervisor.said(died)} == {-signal.SIGKILL}
     assert len(children.ledger("start")) >= 102  # it did run, more than once

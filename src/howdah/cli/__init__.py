@@ -1,8 +1,7 @@
-"""The `howdah` command. One module per group of commands; this one registers them.
+"""The `howdah` command. This module registers the commands of `howdah.cli.commands`.
 
-Commands raise HowdahError and nothing handles it but the group: one sentence on stderr, and an exit
-code for scripts: 1 an error, 2 wrong usage, 3 no such job, 4 the database does not answer, 5 the job that
-was waited for failed or was cancelled.
+Commands raise HowdahError. The group prints it as one sentence on stderr and sets the exit code: 1 error,
+2 wrong usage, 3 no such job, 4 database unreachable, 5 the awaited job failed or was cancelled.
 """
 
 from __future__ import annotations
@@ -17,16 +16,10 @@ from howdah.cli.commands.chaos import chaos_command
 from howdah.cli.commands.db import db
 from howdah.cli.commands.demo import demo
 from howdah.cli.commands.dev import dev_command
+from howdah.cli.commands.doctor import doctor_command
 from howdah.cli.commands.enqueue import enqueue_command
-from howdah.cli.commands.follow import wait_command, watch_command
+from howdah.cli.commands.explain import explain_command
 from howdah.cli.commands.jobs import jobs_command, show_command
-from howdah.cli.commands.live import tail_command, top_command
-from howdah.cli.commands.look import (
-    doctor_command,
-    explain_command,
-    queues_command,
-    workers_command,
-)
 from howdah.cli.commands.migrate import migrate_command
 from howdah.cli.commands.operate import (
     cancel_command,
@@ -35,7 +28,11 @@ from howdah.cli.commands.operate import (
     retry_command,
     rm_command,
 )
+from howdah.cli.commands.queues import queues_command, workers_command
 from howdah.cli.commands.skill import skill
+from howdah.cli.commands.tail import tail_command
+from howdah.cli.commands.top import top_command
+from howdah.cli.commands.watch import wait_command, watch_command
 from howdah.cli.commands.worker import worker_command
 from howdah.cli.output import clean
 from howdah.errors import DatabaseUnreachable, HowdahError, JobCancelled, JobFailed, JobNotFound
@@ -43,7 +40,7 @@ from howdah.insight.find import AmbiguousId, NoSuchJob
 
 SECTIONS = {
     "Run": (worker_command, dev_command, demo, chaos_command, enqueue_command),
-    "Look": (
+    "Inspect": (
         top_command,
         tail_command,
         jobs_command,
@@ -61,7 +58,7 @@ SECTIONS = {
 
 
 class Commands(click.Group):
-    """A group whose commands may raise HowdahError."""
+    """A group that turns HowdahError into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -71,7 +68,7 @@ class Commands(click.Group):
             ctx.exit(exit_code(error))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands by what they are for, the others last."""
+        """List the commands by section; commands without a section come last."""
         sections = {title: [each.name or "" for each in group] for title, group in SECTIONS.items()}
         known = {name for names in sections.values() for name in names}
         sections["More"] = [name for name in self.list_commands(ctx) if name not in known]
@@ -84,7 +81,7 @@ class Commands(click.Group):
 
 
 def exit_code(error: HowdahError) -> int:
-    """What a script is told."""
+    """The exit code for an error."""
     match error:
         case AmbiguousId():
             return 2

@@ -1,4 +1,4 @@
-"""The tasks that `howdah demo` runs, in worker processes of its own."""
+"""The tasks of `howdah demo`; its worker processes import this module."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ STAGES = ("download", "decode", "resize", "upload")
 
 @app.task
 async def thumbnail(picture: int) -> str:
-    """A quick job: a millisecond of waiting, as for a disk or a service."""
+    """A short job: it waits for a millisecond, as for a disk or a service."""
     await asyncio.sleep(0.001)
     return f"thumbnails/{picture}.png"
 
 
 @app.task(retry=Retry.fixed(0.5))
 async def notify(ctx: Context, user: int) -> str:
-    """A job whose service refuses the first call."""
+    """A job that calls a service, which fails the first time."""
     if ctx.attempt == 1:
         raise ConnectionError("503 Service Unavailable")
-    return f"user {user} was told at the second try"
+    return f"notified user {user}"
 
 
 @app.task(priority=150)
 async def encode_video(ctx: Context, name: str, seconds: float = 5.0) -> str:
-    """A long job that says how far it is."""
+    """A long job that reports its progress."""
     steps = 60
     for step in range(steps):
         ctx.progress(100 * step / steps, stage=STAGES[step * len(STAGES) // steps])

@@ -1,4 +1,4 @@
-"""Finds the app that a command names as `module:attribute`."""
+"""Imports the app that a command names as `module:attribute`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from howdah.errors import InvalidOption, did_you_mean
 
 
 def load_app(name: str) -> App:
-    """The App at `module:attribute`, seen from the current directory."""
+    """Import the App at `module:attribute`, with the current directory on the Python path."""
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise InvalidOption(
@@ -31,7 +31,7 @@ def load_app(name: str) -> App:
         raise InvalidOption(f'importing "{module_name}" failed: {error}.') from error
     except (Exception, SystemExit) as error:
         raise InvalidOption(
-            f'importing "{module_name}" failed: {type(error).__name__}: {_describe(error)}.'
+            f'importing "{module_name}" failed: {type(error).__name__}: {_format_error(error)}.'
         ) from error
     found = getattr(module, attribute, None)
     if isinstance(found, App):
@@ -43,8 +43,8 @@ def load_app(name: str) -> App:
     raise InvalidOption(f'module "{module_name}" has no app named "{attribute}"{hint}')
 
 
-def _describe(error: BaseException) -> str:
-    """What went wrong in the module and where."""
+def _format_error(error: BaseException) -> str:
+    """The error's message, and the file and line that raised it."""
     if isinstance(error, SyntaxError):
         return f"{error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""How a worker's log lines look: for a person in a terminal, or one JSON object a line for machines."""
+"""Formats log lines: readable text for people, or one JSON object per line for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """`12:34:56 worker started  queues=['default'] tasks=3`."""
+    """Formats a record as `12:34:56 worker started  queues=['default'] tasks=3`."""
 
     def __init__(self, *, colour: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class HumanFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str, *, as_json: bool, colour: bool) -> None:
-    """Send every log line to stderr in one of the two forms."""
+    """Send every log line to stderr in one of the two formats."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else HumanFormatter(colour=colour))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""The options that commands share, and how a command reaches the database that they name."""
+"""The options that commands share, and the connection to the database that they name."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from howdah.errors import DatabaseUnreachable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CONNECT_TIMEOUT = 10
+CONNECT_TIMEOUT_SECONDS = 10
 
 Command = Any  # click gives a function or a Command, depending on the order of the decorators
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 json_lines_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object a line."
+    "--json", "as_json", is_flag=True, help="Print one JSON object per line."
 )
 
 
 database_option = click.option(
     "--database",
     metavar="URL",
-    help="A PostgreSQL URL, or embedded:  [default: HOWDAH_DATABASE_URL, DATABASE_URL, "
-    "or the embedded server of this directory]",
+    help="A PostgreSQL URL, or `embedded:` for the embedded server.  [default: HOWDAH_DATABASE_URL, "
+    "DATABASE_URL, or an embedded server in this or a parent directory]",
 )
 
 
@@ -51,9 +51,9 @@ def database_options(command: Command) -> Command:
 
 
 def connect(url: str) -> Connection:
-    """A connection in autocommit mode to what `resolve_url` gave. Tried once: a person is waiting."""
+    """Connect in autocommit mode to a URL from `resolve_url`. One try only, because a person is waiting."""
     try:
-        return connection.connect(url, timeout=CONNECT_TIMEOUT)
+        return connection.connect(url, timeout=CONNECT_TIMEOUT_SECONDS)
     except ConnectionFailed as error:
         raise unreachable(url, error) from error
     except UnreadableUrl:
@@ -61,7 +61,7 @@ def connect(url: str) -> Connection:
 
 
 def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
-    """A driver's error as the sentence that names the database."""
+    """A driver's error as a DatabaseUnreachable that names the database."""
     host, database = database_url.host_and_database(url)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return DatabaseUnreachable(host, database, lines[0].rstrip("."))

@@ -1,7 +1,7 @@
-"""How things look: tables that fit, times that people read, one JSON object a line for programs.
+"""Formats output: tables that fit the terminal, readable times, and one JSON object per line for programs.
 
-Whatever comes out of the database is text that somebody else chose: control characters are shown, never
-sent to the terminal. Piped, nothing is cut and nothing is coloured."""
+Text from the database may come from anyone, so control characters are escaped and never sent to the
+terminal. Piped output is neither cut nor colored."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.model import Job, Status
 
 PIPED_WIDTH = 100_000
-LEAST = 8  # characters that are left of a column which gives way to the others
+MIN_WIDTH = 8  # characters of a column that was narrowed
 GAP = 2
 
 STYLES = {
@@ -56,12 +56,12 @@ _SIGNS = {
     "event": ("•", "*"),
     "more": ("…", "..."),
 }
-# C0 and C1 but for the newline, and what turns the direction of writing around.
+# C0 and C1 except the newline, and the characters that change the writing direction.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def clean(text: str) -> str:
-    """Text that does to a terminal nothing but appear."""
+    """The text with control characters escaped."""
     return _CONTROL.sub(_visible, text)
 
 
@@ -71,13 +71,13 @@ def _visible(found: re.Match[str]) -> str:
 
 
 def one_line(text: object) -> str:
-    """The first line of a text, cleaned, with a sign if there is more."""
+    """The first line of a text, cleaned, with an ellipsis if there are more lines."""
     lines = str(text).strip().splitlines()
     return clean(lines[0]) + (" …" if len(lines) > 1 else "") if lines else ""
 
 
 def compact(value: Any) -> str:
-    """A JSON value on one line, as a person reads it."""
+    """A JSON value on one line."""
     return clean(json.dumps(value, ensure_ascii=False, default=str))
 
 
@@ -88,13 +88,13 @@ def relative(at: datetime | None, now: datetime) -> str:
     whole = timedelta(seconds=round(abs((now - at).total_seconds())))
     if not whole:
         return "now"
-    # Tenths of a second would only flicker.
-    text = f"{whole.seconds} s" if whole < timedelta(seconds=60) else describe(whole)
+    # Whole seconds: on a screen that refreshes, tenths would flicker.
+    text = f"{whole.seconds} s" if whole < timedelta(seconds=60) else format_duration(whole)
     return f"{text} ago" if at < now else f"in {text}"
 
 
 def clock(at: datetime, now: datetime | None = None) -> str:
-    """The local time of day, with the date unless it is today's."""
+    """The local time, with the date unless it is today."""
     local = at.astimezone()
     if now is None or local.date() != now.astimezone().date():
         return f"{local:%Y-%m-%d %H:%M:%S}"
@@ -102,11 +102,11 @@ def clock(at: datetime, now: datetime | None = None) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON's own types: times are ISO 8601 in UTC, durations are seconds."""
+    """A value as JSON types: times are ISO 8601 in UTC, durations are seconds."""
     match value:
         case Job():
             fields = {name: getattr(value, name) for name in value.__struct_fields__}
-            fields.pop("lease_id")  # a fence is for whoever claimed the job
+            fields.pop("lease_id")  # the fence is for the worker that claimed the job
             return plain(fields)
         case datetime():
             return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
@@ -124,17 +124,18 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a table. `drop`: the higher, the sooner it goes where there is no room; 0 stays."""
+    """A column of a table. If the table is too wide, columns with the highest `drop` are left out first; 0
+    is never left out. A `flexible` column may be cut down to `min_width`."""
 
     title: str
     drop: int = 0
     flexible: bool = False
-    least: int = LEAST
+    min_width: int = MIN_WIDTH
     right: bool = False
 
 
 class Output:
-    """Standard output, and standard error for what is not the answer."""
+    """Standard output for results, standard error for notes."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -145,30 +146,30 @@ class Output:
 
     @property
     def width(self) -> int:
-        """How many characters fit on a line; when piped, as many as there are."""
+        """The characters that fit on a line; unlimited if piped."""
         return self.console.width if self.is_terminal else PIPED_WIDTH
 
     def sign(self, name: str) -> str:
-        """A status, level or happening as one character."""
+        """The one-character sign of a status, level or occurrence."""
         return _SIGNS[name][0 if self.has_unicode else 1]
 
     def status(self, status: Status | str) -> Text:
-        """A status in its colour."""
+        """A status in its color."""
         return Text(str(status), STYLES[str(status)])
 
     def json(self, value: Any) -> None:
-        """One JSON object on one line."""
+        """Print one JSON object on one line."""
         sys.stdout.write(json.dumps(plain(value)) + "\n")
         sys.stdout.flush()
 
     def line(
         self, *parts: str | Text | tuple[str, str], indent: int = 0, lead: Text | None = None
     ) -> None:
-        """A line of text behind what leads it. One that is too long goes on below, under itself."""
+        """Print a line of text after `lead`. A long line is wrapped, and indented by the width of `lead`."""
         lead = Text(" " * indent) + (lead or Text())
         body = Text.assemble(*parts)
         hang = cell_len(lead.plain)
-        if not self.is_terminal or self.width - hang < LEAST:
+        if not self.is_terminal or self.width - hang < MIN_WIDTH:
             return self.console.print(lead + body, soft_wrap=True)
         for number, each in enumerate(body.wrap(self.console, self.width - hang) or [Text()]):
             each.rstrip()
@@ -177,20 +178,20 @@ class Output:
         return None
 
     def block(self, text: str, indent: int = 2) -> None:
-        """Lines of text that keep their own indentation, also where they are too long."""
+        """Print lines of text. Wrapped lines keep the indentation of their line."""
         for line in clean(text).rstrip().splitlines():
             bare = line.lstrip()
             self.line(bare, indent=indent + len(line) - len(bare))
 
     def note(self, text: str) -> None:
-        """A remark beside the answer, on standard error; not for programs."""
+        """Print a note on standard error, unless the output is JSON."""
         if not self.as_json:
             self.aside.print(Text(clean(text), "dim"), soft_wrap=True)
 
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 0
     ) -> list[Text]:
-        """The lines of a table that fits: empty columns are left out, some give way to others."""
+        """The lines of a table that fits: empty columns are left out, then those with the highest `drop`."""
         cells = [[_cell(value) for value in row] for row in rows]
         wanted = [
             max((cell_len(row[n].plain) for row in cells), default=0) for n in range(len(columns))
@@ -200,7 +201,7 @@ class Output:
         room = self.width - indent
         while _needed(columns, widths) > room and any(columns[n].drop for n in widths):
             del widths[max(widths, key=lambda n: columns[n].drop)]
-        _share(columns, widths, room)
+        _narrow(columns, widths, room)
         titles = [Text(column.title.upper(), "dim") for column in columns]
         return [self._row(columns, widths, row, indent) for row in (titles, *cells)]
 
@@ -220,9 +221,14 @@ class Output:
         return line
 
     def print_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-        """A table, printed."""
+        """Print a table."""
         for line in self.table(columns, rows):
             self.console.print(line, soft_wrap=True)
+
+    def fit(self, line: Text) -> Text:
+        """Cut a line to the width of the terminal."""
+        line.truncate(self.width, overflow="ellipsis" if self.has_unicode else "crop")
+        return line
 
     def sparkline(self, counts: Sequence[int]) -> str:
         """Numbers as a row of bars."""
@@ -243,18 +249,20 @@ def _cell(value: str | Text) -> Text:
 
 
 def _needed(columns: Sequence[Column], widths: dict[int, int]) -> int:
-    least = (
-        min(width, columns[n].least) if columns[n].flexible else width
+    narrowest = (
+        min(width, columns[n].min_width) if columns[n].flexible else width
         for n, width in widths.items()
     )
-    return sum(least) + GAP * (len(widths) - 1)
+    return sum(narrowest) + GAP * (len(widths) - 1)
 
 
-def _share(columns: Sequence[Column], widths: dict[int, int], room: int) -> None:
+def _narrow(columns: Sequence[Column], widths: dict[int, int], room: int) -> None:
     """Narrow the flexible columns, the widest first, until the row fits."""
     excess = sum(widths.values()) + GAP * (len(widths) - 1) - room
     while excess > 0:
-        spare = {n: width - columns[n].least for n, width in widths.items() if columns[n].flexible}
+        spare = {
+            n: width - columns[n].min_width for n, width in widths.items() if columns[n].flexible
+        }
         widest = max(spare, key=lambda n: spare[n], default=None)
         if widest is None or spare[widest] <= 0:
             return
@@ -264,6 +272,8 @@ def _share(columns: Sequence[Column], widths: dict[int, int], room: int) -> None
 
 def _console(stream: Any, *, stderr: bool) -> Console:
     if not (stream.encoding or "").lower().startswith("utf") and hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")  # a name in another script must not end the command
+        stream.reconfigure(
+            errors="replace"
+        )  # a character outside the encoding must not end the command
     width = None if stream.isatty() else PIPED_WIDTH
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)

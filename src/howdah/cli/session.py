@@ -1,5 +1,5 @@
-"""A command's way to the database: one connection, which comes back by itself if it breaks, and errors
-in words. Creates nothing unless it is told to: a mistyped URL leaves no tables behind."""
+"""The database session of a command: one connection, which reconnects if it breaks, and errors as
+sentences. Creates tables only with `create=True`: a mistyped URL leaves no tables behind."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from howdah.errors import (
     NotPermitted,
     SchemaMissing,
 )
-from howdah.insight.explain import Insight
+from howdah.insight.explain import Explainer
 from howdah.insight.find import Search
+from howdah.insight.statistics import Statistics
 from howdah.protocol.schema_name import quote_schema
 from howdah.protocol.statements import Statement
 from howdah.protocol.worker_statements import WorkerStatements
@@ -43,14 +44,15 @@ Command = Any
 
 
 class Session:
-    """One connection and the questions to ask on it."""
+    """One connection, and what commands read and run on it."""
 
     def __init__(self, url: str, schema: str, *, create: bool = False) -> None:
         quote_schema(schema)
         self.url = url
         self.schema = schema
         self.statements = WorkerStatements(schema)
-        self.insight = Insight(self, schema)
+        self.statistics = Statistics(self, schema)
+        self.explainer = Explainer(self, schema)
         self.search = Search(self, schema)
         self.conn = connect(url)
         try:
@@ -61,7 +63,7 @@ class Session:
 
     def _prepare(self, *, create: bool) -> None:
         try:
-            with self.in_words():
+            with self.translated_errors():
                 if migrate.drive(self.conn, migrate.check(self.schema, create=create)):
                     try:
                         migrate.migrate(self.conn, self.schema)
@@ -76,16 +78,16 @@ class Session:
             ) from error
 
     def run(self, statement: Statement[T]) -> T:
-        """Run one statement and read its answer."""
+        """Run one statement and decode its rows."""
         if self.conn.closed:
             self.conn = connect(self.url)
-        with self.in_words():
+        with self.translated_errors():
             rows = connection.fetch(self.conn, statement.text, statement.parameters)
         return statement.decode(rows)
 
     @contextlib.contextmanager
-    def in_words(self) -> Iterator[None]:
-        """Turns the driver's errors into sentences."""
+    def translated_errors(self) -> Iterator[None]:
+        """Translates the driver's errors into sentences."""
         try:
             yield
         except DatabaseError as error:
@@ -100,11 +102,13 @@ class Session:
         translated = translate(error, self.schema)
         if translated is not error:
             raise translated from error
-        hint = " This server is for looking only." if error.sqlstate == "25006" else ""
-        raise HowdahError(f"the database refused: {message_of(error)}.{hint}") from error
+        hint = " This server is read-only." if error.sqlstate == "25006" else ""
+        raise HowdahError(
+            f"the database rejected the statement: {message_of(error)}.{hint}"
+        ) from error
 
-    def may_write(self) -> bool:
-        """Whether this role may ask to be told of changes, which leaves a row."""
+    def may_watch(self) -> bool:
+        """Whether this role may register a watcher, which writes a row."""
         return self.run(
             Statement(
                 "may_write",
@@ -115,16 +119,16 @@ class Session:
             )
         )
 
-    def resolve(self, piece: str) -> UUID:
-        """The job that an id, or the beginning or end of one, means."""
+    def resolve(self, part: str) -> UUID:
+        """The id of the job whose id is, begins with or ends with `part`."""
         try:
-            return self.search.resolve(piece)
+            return self.search.resolve(part)
         except InvalidOption as error:
             raise Misuse(str(error)) from None
 
-    def find(self, piece: str) -> Job:
-        """The job itself."""
-        job_id = self.resolve(piece)
+    def find(self, part: str) -> Job:
+        """The job whose id is, begins with or ends with `part`."""
+        job_id = self.resolve(part)
         job = self.run(self.statements.get(job_id))
         if job is None:
             raise JobNotFound(job_id)
@@ -137,7 +141,7 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(database: str | None, schema: str, *, create: bool = False) -> Iterator[Session]:
-    """A session that is closed at the end."""
+    """A session that is closed at the end of the `with` block."""
     try:
         quote_schema(schema)
     except InvalidOption as error:
@@ -147,7 +151,7 @@ def open_session(database: str | None, schema: str, *, create: bool = False) -> 
 
 
 def queue_command(function: Callable[..., Any]) -> Command:
-    """Options for the database and for JSON around a function that takes `(session, output, …)`."""
+    """Add the database and JSON options to a function that takes `(session, output, …)`."""
 
     @database_options
     @json_lines_option

@@ -1,4 +1,4 @@
-"""For commands that take something down again when they end, however they end."""
+"""Signal handling for commands that must clean up, however they end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Ends on SIGTERM and on a closed terminal like on Ctrl-C: through every `finally`, undisturbed."""
+    """Handle SIGTERM and a closed terminal like Ctrl-C: run every `finally`, and ignore further signals."""
 
     def stop(number: int, frame: object) -> None:
         ignore_stops()
@@ -34,8 +34,8 @@ def stoppable() -> Iterator[None]:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, inside `stoppable`. A signal cancels the work: an exception that is raised in the
-    middle of just any callback may get lost there."""
+    """`asyncio.run`, for use inside `stoppable`. A signal cancels the task instead of raising an exception,
+    which could be lost in whatever callback is running."""
     signals: list[int] = []
 
     async def main() -> T:
@@ -62,6 +62,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def ignore_stops() -> None:
-    """From here on everything is taken down; another Ctrl-C would leave some of it behind."""
+    """Ignore further signals during cleanup: another Ctrl-C would leave part of it undone."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,4 @@
-"""Keeps child processes of the same command running: several workers on one machine, or one that is
-started anew when a source file changes."""
+"""Runs worker processes as children: restarts those that end, and all of them when a source file changes."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 0.25
-RESTART_PAUSE = 1.0
-KILL_AFTER = 10.0  # seconds past the grace period
-PARENT = "HOWDAH_SUPERVISOR"
+POLL_SECONDS = 0.25
+RESTART_DELAY_SECONDS = 1.0
+KILL_AFTER_SECONDS = 10.0  # added to the grace period
+SUPERVISOR_VARIABLE = "HOWDAH_SUPERVISOR"
 
 
 class Supervisor:
-    """Starts a child for each command, starts dead ones again, and passes signals on."""
+    """Starts a child for each command, restarts children that end, and forwards signals."""
 
     def __init__(
         self, commands: Sequence[Sequence[str]], *, reload: bool = False, grace: float
@@ -37,7 +36,7 @@ class Supervisor:
         self._not_before = [0.0] * len(commands)
 
     def run(self) -> int:
-        """Supervise until told to stop; the exit code of the worst child."""
+        """Supervise until a signal arrives. Returns the first exit code that is not 0."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         seen = dict(_sources()) if self._reload else {}
@@ -46,21 +45,24 @@ class Supervisor:
             self._start_missing()
             if self._reload and (now := dict(_sources())) != seen:
                 seen = now
-                logger.info("a source file changed; starting anew")
+                logger.info("a source file changed; restarting")
                 self._stop()
                 self._not_before = [0.0] * len(self._commands)
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_SECONDS)
         return self._stop()
 
     def _start_missing(self) -> None:
         for index, command in enumerate(self._commands):
             if index not in self._children and time.monotonic() >= self._not_before[index]:
-                # A group of its own: Ctrl-C in a terminal reaches the supervisor, who passes it on.
+                # In its own process group: Ctrl-C in a terminal reaches only the supervisor, which
+                # forwards it.
                 self._children[index] = subprocess.Popen(  # noqa: S603 - our own command
-                    command, process_group=0, env={**os.environ, PARENT: str(os.getpid())}
+                    command,
+                    process_group=0,
+                    env={**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
                 )
-                # One that dies at once is not started again at once.
-                self._not_before[index] = time.monotonic() + RESTART_PAUSE
+                # A child that ends at once is restarted after a delay.
+                self._not_before[index] = time.monotonic() + RESTART_DELAY_SECONDS
 
     def _reap(self) -> None:
         for index, child in list(self._children.items()):
@@ -70,27 +72,27 @@ class Supervisor:
             del self._children[index]
             fields = {"pid": child.pid, "status": status}
             if self._reload and status > 0:
-                # It has said what is wrong with the code, and would say it again.
+                # The code is broken: the child logged why, and would fail again.
                 self._not_before[index] = float("inf")
-                logger.warning("the worker ended and waits for a file to change", extra=fields)
+                logger.warning("worker ended; restarting when a source file changes", extra=fields)
             else:
-                logger.warning("a worker process ended and is started again", extra=fields)
+                logger.warning("worker process ended; restarting", extra=fields)
 
     def _stop(self) -> int:
-        """Ask every child to stop, wait for the grace period and a little, then kill."""
-        give_up = time.monotonic() + self._grace + KILL_AFTER
-        worst = told = 0
+        """Ask every child to stop; kill those that outlast the grace period and KILL_AFTER_SECONDS."""
+        deadline = time.monotonic() + self._grace + KILL_AFTER_SECONDS
+        worst = sent = 0
         while self._children:
-            if told < max(1, self._signals):
-                # The second is another signal: a service manager may have sent its SIGTERM to the
-                # children too, and two of those are to mean one.
-                self._send(signal.SIGINT if told else signal.SIGTERM)
-                told += 1
-            if time.monotonic() > give_up:
+            if sent < max(1, self._signals):
+                # The second signal is SIGINT: a service manager may have sent SIGTERM to the children
+                # too, and they count several SIGTERMs as one.
+                self._send(signal.SIGINT if sent else signal.SIGTERM)
+                sent += 1
+            if time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
             for index, child in list(self._children.items()):
                 if child.poll() is not None:
-                    # One that had just been started knew no better than to die of our signal.
+                    # A child that had just started had no signal handler yet: killed by our SIGTERM.
                     if child.returncode != -signal.SIGTERM:
                         worst = worst or child.returncode
                     del self._children[index]
@@ -107,8 +109,9 @@ class Supervisor:
 
 
 def stop_with_supervisor() -> bool:
-    """In a child: get a SIGTERM when the supervisor dies, even by SIGKILL. False if there is none."""
-    parent = os.environ.pop(PARENT, None)
+    """In a child: request a SIGTERM for when the supervisor ends, even if it is killed. Returns False
+    without a supervisor."""
+    parent = os.environ.pop(SUPERVISOR_VARIABLE, None)
     if parent is None:
         return False
     import ctypes
@@ -116,7 +119,7 @@ def stop_with_supervisor() -> bool:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, Linux only
     if os.getppid() != int(parent):
-        raise SystemExit(1)  # it died before we asked
+        raise SystemExit(1)  # the supervisor ended before the request
     return True
 
 

@@ -1,4 +1,4 @@
-"""What people type: durations, statuses, conditions, key=value. Each complaint is one sentence."""
+"""Parses what users type: durations, statuses, conditions, key=value. Each error is one sentence."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import click
 
 from howdah.encoding.validation import check_option_text
 from howdah.errors import InvalidOption
-from howdah.insight.filters import (
-    parse_condition,
-    parse_duration,
-    parse_status,
-    parse_value,
-)
+from howdah.insight.durations import parse_duration
+from howdah.insight.filters import parse_condition, parse_status, parse_value
 from howdah.model import Status
 
 if TYPE_CHECKING:
@@ -30,7 +26,7 @@ else:
 
 
 class Misuse(click.UsageError):
-    """Wrong input that needs no lecture on the command's usage: one sentence, exit code 2."""
+    """Wrong input: one sentence without the usage text, exit code 2."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"Error: {self.format_message()}", file=file, err=file is None)
@@ -66,14 +62,14 @@ class StatusName(ParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The statuses that begin like that."""
+        """The statuses that begin with `incomplete`."""
         from click.shell_completion import CompletionItem
 
         return [CompletionItem(str(each)) for each in Status if each.startswith(incomplete)]
 
 
 class Where(ParamType):
-    """A condition of the small language in `howdah.insight.filters`."""
+    """A condition, see `howdah.insight.filters`."""
 
     name = "condition"
 
@@ -87,7 +83,7 @@ class Where(ParamType):
 
 
 class Name(ParamType):
-    """A text that a database can hold."""
+    """A text that PostgreSQL can store."""
 
     name = "text"
 
@@ -99,7 +95,7 @@ class Name(ParamType):
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """key=value words, as JSON where they can be read so; and the words of each key as they were."""
+    """The values of key=value words, parsed as JSON if possible; and each value as it was typed."""
     values: dict[str, Any] = {}
     words_of: dict[str, str] = {}
     for word in words:
@@ -122,6 +118,6 @@ where_option = click.option(
     type=Where(),
     multiple=True,
     metavar="CONDITION",
-    help="Only those for which this holds, as in status=failed, data.path=a.png, error~timeout, "
+    help="Only jobs that meet this condition, as in status=failed, data.path=a.png, error~timeout, "
     "'age>2h'. May be repeated.",
 )

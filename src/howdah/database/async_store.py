@@ -379,7 +379,7 @@ async def adrive(
 
 
 async def _amigrate(conn: Any, schema: str) -> None:
-    give_up = time.monotonic() + migrate.PATIENCE
+    give_up = time.monotonic() + migrate.RETRY_SECONDS
     while True:
         try:
             await adrive(conn, migrate.steps(schema), LONG_TIMEOUT_SECONDS)

@@ -1,5 +1,5 @@
-"""Who has which rights on a queue: producers enqueue, workers run jobs, observers look, administrators own
-the schema. `sql/roles.sql` and `sql/grants.sql` do it; this says for whom.
+"""Which roles have which privileges on a queue: producers enqueue, workers run jobs, observers read, the
+administrator owns the schema. `sql/access/` grants them; this module names the roles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Roles: TypeAlias = Mapping[str, Sequence[str]]
 
 
 def parse(text: str) -> Roles | None:
-    """`producer=web,worker=jobs` as roles. Empty: those that are known, or the four that Howdah names."""
+    """`producer=web,worker=jobs` as roles. None for an empty text: the roles that have privileges, or else four new
+    ones that Howdah names."""
     if not text:
         return None
     roles: dict[str, list[str]] = {}
@@ -36,23 +37,23 @@ def parse(text: str) -> Roles | None:
         roles.setdefault(kind, []).append(role)
     if len(roles.get("administrator", ())) > 1:
         raise InvalidOption(
-            "one role is the administrator, as it owns the schema; make the others members of it."
+            "only one role can be the administrator, which owns the schema; make the others members of it."
         )
     return roles
 
 
 def script(schema: str, roles: Roles | None) -> str:
-    """SQL that gives exactly these roles their rights, ready to run inside a transaction."""
+    """SQL that grants privileges to exactly these roles, to run inside a transaction."""
     asked = "" if roles is None else json.dumps(roles)
     return (
         f"SET LOCAL search_path = {quote_schema(schema)}, pg_temp;\n"
         f"SELECT set_config('howdah.roles', {literal(asked)}, true);\n"
-        f"{sql.script('roles')}{as_owner(schema)}{sql.script('grants')}"
+        f"{sql.script('access/roles')}{as_owner(schema)}{sql.script('access/grants')}"
     )
 
 
 def steps(schema: str, roles: Roles | None) -> Generator[Query | Script, Any, dict[str, list[str]]]:
-    """Give exactly these roles their rights. Answers with the roles that have some now."""
+    """Grant privileges to exactly these roles. Returns the roles that have some now."""
     yield from begin(schema)
     yield Script(script(schema, roles))
     rows = yield Query(

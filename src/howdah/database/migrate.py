@@ -1,12 +1,13 @@
-"""Brings a schema up to date, one numbered step at a time, each in a transaction of its own under one
-lock. The steps are a generator of SQL, so the sync and the async client drive the same text.
+"""Brings a schema up to date in one transaction under a lock: pending table steps, then every function, then
+grants. The steps are a generator of SQL, so that the sync and the async client run the same text.
 
-DDL waits for a lock two seconds at the most and then tries again: while it waits, everybody else waits
-behind it.
+DDL waits at most two seconds for a lock and is then retried: while it waits, every later statement on that table
+waits behind it.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -18,32 +19,57 @@ from psycopg.rows import tuple_row
 from howdah import sql
 from howdah.errors import SchemaMissing, SchemaOutdated, SchemaTooNew
 from howdah.protocol.schema_name import quote_schema
-from howdah.sql import Migration
+from howdah.sql.catalog import Catalog, differences, is_comparable
 
 if TYPE_CHECKING:
     from howdah.protocol.statements import Rows
+    from howdah.sql import Release, TableStep
+    from howdah.sql.catalog import Difference
 
 T = TypeVar("T")
 
 LOCK_TIMEOUT = "2s"
-PATIENCE = 60.0
+RETRY_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One statement whose rows are wanted."""
+    """One statement that returns rows."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Any number of statements, for their effect."""
+    """Any number of statements whose rows are ignored."""
 
     text: str
 
 
-Steps: TypeAlias = Generator[Query | Script, Any, list[Migration]]
+Steps: TypeAlias = Generator[Query | Script, Any, T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """The version of a schema; 0 if it has no tables."""
+
+    version: int = 0
+    oldest_code: int = 0
+    functions_hash: str = ""
+
+    def is_current(self, release: Release) -> bool:
+        """Whether nothing of this release is missing. A newer schema contains all of it."""
+        return self.version > release.version or (
+            self.version == release.version and self.functions_hash == release.functions_hash
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What a migration did."""
+
+    steps: tuple[TableStep, ...] = ()
+    functions: bool = False
 
 
 def literal(text: str) -> str:
@@ -52,73 +78,125 @@ def literal(text: str) -> str:
     return " E" + quoted.replace("\\", "\\\\") if "\\" in text else quoted
 
 
-def current_version(schema: str) -> Generator[Query | Script, Any, tuple[int, int]]:
-    """The schema's version, and the oldest code that works with it; (0, 0) where there is none."""
+def read_installed(schema: str) -> Steps[Installed]:
+    """The schema's version."""
     name = quote_schema(schema)
     rows = yield Query(f"SELECT to_regclass({literal(name + '.migrations')}) IS NOT NULL")
     if not rows[0][0]:
-        return 0, 0
+        return Installed()
     rows = yield Query(
-        f"SELECT version, oldest_code FROM {name}.migrations ORDER BY version DESC LIMIT 1"
+        f"SELECT version, oldest_code, functions_hash FROM {name}.migrations "
+        "ORDER BY version DESC LIMIT 1"
     )
-    return (rows[0][0], rows[0][1]) if rows else (0, 0)
+    if not rows:
+        return Installed()
+    version, oldest_code, functions_hash = rows[0]
+    return Installed(version=version, oldest_code=oldest_code, functions_hash=functions_hash)
 
 
-def check(schema: str, *, create: bool = True) -> Generator[Query | Script, Any, bool]:
-    """Whether the schema is behind this code. Raises if it cannot be used and may not be migrated."""
-    found, oldest_code = yield from current_version(schema)
-    latest = sql.latest_version()
-    if oldest_code > latest:
-        raise SchemaTooNew(schema, found, latest)
-    if found >= latest:
+def read_catalogs(schema: str) -> Steps[tuple[Catalog, Catalog]]:
+    """What the schema contained after its last migration, and what it contains now. In a transaction."""
+    name = quote_schema(schema)
+    yield Script(f"SET LOCAL search_path = {name}, pg_temp")
+    rows = yield Query(f"SELECT catalog::text FROM {name}.migrations ORDER BY version DESC LIMIT 1")
+    expected = json.loads(rows[0][0])
+    rows = yield Query(f"SELECT ({sql.script('catalog')})::text")
+    return expected, json.loads(rows[0][0])
+
+
+def check(schema: str, *, create: bool = True) -> Steps[bool]:
+    """Whether the schema must be migrated. Raises if it cannot be used and must not be migrated."""
+    release = sql.release()
+    found = yield from read_installed(schema)
+    if found.oldest_code > release.version:
+        raise SchemaTooNew(schema, found.version, release.version)
+    if found.is_current(release):
         return False
     if create:
         return True
-    if found == 0:
+    if found.version == 0:
         raise SchemaMissing(schema)
-    raise SchemaOutdated(schema, found, latest)
+    raise SchemaOutdated(schema, found.version, release.version)
 
 
-def refuse(schema: str) -> Generator[Query | Script, Any, None]:
-    """Say what is missing, after the database did not let this role migrate."""
+def refuse(schema: str) -> Steps[None]:
+    """Raise the error that says what is missing, after the database did not let this role migrate."""
     yield Script("ROLLBACK")
-    found, _ = yield from current_version(schema)
-    if found == 0:
+    found = yield from read_installed(schema)
+    if found.version == 0:
         raise SchemaMissing(schema, permitted=False)
-    raise SchemaOutdated(schema, found, sql.latest_version(), permitted=False)
+    raise SchemaOutdated(schema, found.version, sql.latest_version(), permitted=False)
 
 
-def steps(schema: str, *, target: int | None = None) -> Steps:
-    """Apply what is missing, up to `target`. Gives the migrations that were applied."""
-    applied: list[Migration] = []
-    while True:
-        yield from begin(schema)
-        found, _ = yield from current_version(schema)
-        pending = [m for m in sql.migrations() if found < m.version <= (target or m.version)]
-        if not pending:
-            yield Script("ROLLBACK")
-            return applied
-        yield Script(script(schema, pending[0]))
-        yield Script("COMMIT")
-        applied.append(pending[0])
+def steps(schema: str, release: Release | None = None) -> Steps[Applied]:
+    """Apply what is missing: pending table steps and, with them or if they are not as they should be, functions."""
+    release = release or sql.release()
+    yield from begin(schema)
+    found = yield from read_installed(schema)
+    if found.oldest_code > release.version:
+        yield Script("ROLLBACK")
+        raise SchemaTooNew(schema, found.version, release.version)
+    pending = tuple(release.pending(found.version))
+    needed = bool(pending)
+    if found.version == release.version:
+        needed = _needs_functions(found, release, *(yield from read_catalogs(schema)))
+    if needed:
+        yield Script(script(schema, release, found.version))
+    yield Script("COMMIT" if needed else "ROLLBACK")
+    return Applied(steps=pending, functions=needed)
 
 
-def begin(schema: str) -> Generator[Query | Script, Any, None]:
+def _needs_functions(
+    found: Installed, release: Release, expected: Catalog, present: Catalog
+) -> bool:
+    """Whether a schema without pending steps needs its functions again: they come from another build of the same
+    version, or one is missing or altered; or PostgreSQL had a major upgrade, and the definitions must be stored as
+    the new server prints them."""
+    return (
+        not found.is_current(release)
+        or not is_comparable(expected, present)
+        or any(each.kind == "function" for each in differences(expected, present))
+    )
+
+
+def inspect(schema: str) -> Steps[tuple[Installed, bool, list[Difference]]]:
+    """The version, whether `steps` would replace the functions although no table step is pending, and the objects
+    that are not as the last migration left them. Only reads.
+
+    A newer schema is not compared: its release may store its catalog in another format.
+    """
+    release = sql.release()
+    found = yield from read_installed(schema)
+    if found.oldest_code > release.version:
+        raise SchemaTooNew(schema, found.version, release.version)
+    if found.version != release.version:
+        return found, False, []
+    yield Script("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    expected, present = yield from read_catalogs(schema)
+    yield Script("ROLLBACK")
+    needed = _needs_functions(found, release, expected, present)
+    return found, needed, differences(expected, present)
+
+
+def begin(schema: str) -> Steps[None]:
     """Begin a transaction that holds the schema's lock against other migrations."""
-    lock = literal(f"howdah:migrate:{schema}")
     while True:
         yield Script("BEGIN")
         yield Script(f"SET LOCAL lock_timeout = {literal(LOCK_TIMEOUT)}")
-        # Try, not wait: a waiter would be cut off by lock_timeout behind a long migration.
-        rows = yield Query(f"SELECT pg_try_advisory_xact_lock(hashtextextended({lock}, 0))")
+        # A try-lock: waiting would end by lock_timeout while another migration takes longer.
+        rows = yield Query(f"SELECT pg_try_advisory_xact_lock({_lock(schema)})")
         if rows[0][0]:
             return
         yield Script("ROLLBACK")
         yield Query("SELECT pg_sleep(0.05)")
 
 
+def _lock(schema: str) -> str:
+    return f"hashtextextended({literal(f'howdah:migrate:{schema}')}, 0)"
+
+
 def as_owner(schema: str) -> str:
-    """SQL that goes on as the schema's owner, if this role may: whoever migrates, all belongs to one role."""
+    """SQL that continues as the schema's owner, if this role may: so one role owns all objects, whichever migrates."""
     return (
         "SELECT set_config('role', o.rolname, true) FROM pg_namespace AS n "
         "JOIN pg_roles AS o ON o.oid = n.nspowner "
@@ -128,7 +206,7 @@ def as_owner(schema: str) -> str:
     )
 
 
-# Not IF NOT EXISTS: that asks for the right to create one also where there is one.
+# Not CREATE SCHEMA IF NOT EXISTS: that requires the privilege to create a schema even if it exists.
 _CREATE_SCHEMA = """
 DO $create$
 BEGIN
@@ -138,51 +216,119 @@ BEGIN
 END $create$;
 """
 
-# The functions run with their owner's rights, and look names up in this schema.
-_NOT_FOR_EVERYBODY = """
+# Functions run with their owner's privileges and resolve names in this schema.
+_REFUSE_PUBLIC_SCHEMA = """
 DO $check$
 BEGIN
     IF EXISTS (
         SELECT FROM pg_namespace AS n, aclexplode(n.nspacl) AS a
         WHERE n.nspname = current_schema() AND a.grantee = 0 AND a.privilege_type = 'CREATE')
     THEN
-        RAISE EXCEPTION 'everybody may create objects in schema "%"; give Howdah one of its own',
+        RAISE EXCEPTION 'every role may create objects in schema "%"; use a separate schema for Howdah',
                         current_schema() USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
 END $check$;
 """
 
+# A script that was printed earlier, or for another database, must not run from another version.
+_REFUSE_OTHER_VERSION = """
+DO $check$
+DECLARE
+    v_version int := 0;
+BEGIN
+    IF to_regclass(format('%I.migrations', current_schema())) IS NOT NULL THEN
+        SELECT max(version) INTO v_version FROM migrations;
+    END IF;
+    IF v_version <> {after} THEN
+        RAISE EXCEPTION 'schema "%" is at version %, and this script starts at version {after}',
+                        current_schema(), v_version USING ERRCODE = 'object_not_in_prerequisite_state',
+                        HINT = 'Print it again with: howdah migrate --sql --from current';
+    END IF;
+END $check$;
+"""
 
-def script(schema: str, migration: Migration) -> str:
-    """One migration as SQL that is ready to run inside a transaction."""
-    name = quote_schema(schema)
-    if migration.version == 1:
-        first = (
-            f"SELECT set_config('howdah.schema', {literal(schema)}, true);{_CREATE_SCHEMA}"
-            f"{as_owner(schema)}"
-            f"SET LOCAL search_path = {name}, pg_temp;{_NOT_FOR_EVERYBODY}"
-            f"CREATE TABLE {name}.migrations (version int PRIMARY KEY, name text NOT NULL, "
-            "oldest_code int NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp());\n"
-        )
-    else:
-        first = as_owner(schema)
-    return (
-        f"{first}SET LOCAL search_path = {name}, pg_temp;\n{migration.text}\n"
-        f"INSERT INTO {name}.migrations (version, name, oldest_code) "
-        f"VALUES ({migration.version}, {literal(migration.name)}, {migration.oldest_code});\n"
-        f"{sql.script('grants')}"
+# Objects that are already missing or altered before the migration. If it does not change them, they stay
+# expected: a dropped index must not be forgotten because a migration came later.
+_READ_ALTERED = """
+DO $altered$
+BEGIN
+    PERFORM set_config('howdah.altered', coalesce((
+        SELECT jsonb_object_agg(e.key, jsonb_build_array(e.value, c.catalog -> e.key))
+        FROM (SELECT m.catalog FROM migrations AS m ORDER BY m.version DESC LIMIT 1) AS m
+        CROSS JOIN ({catalog}) AS c (catalog)
+        CROSS JOIN jsonb_each(m.catalog) AS e
+        WHERE e.key <> 'printed by' AND e.key NOT LIKE 'function %'
+          AND CASE WHEN c.catalog ? e.key
+                   THEN m.catalog -> 'printed by' = c.catalog -> 'printed by'
+                        AND e.value <> c.catalog -> e.key
+                   ELSE true END), '{{}}')::text, true);
+END $altered$;
+"""
+_STORE_CATALOG = """
+UPDATE migrations
+SET functions_hash = {functions_hash},
+    catalog = c.catalog || coalesce((
+        SELECT jsonb_object_agg(a.key, a.value -> 0)
+        FROM jsonb_each(current_setting('howdah.altered')::jsonb) AS a
+        WHERE c.catalog -> a.key IS NOT DISTINCT FROM nullif(a.value -> 1, 'null')), '{{}}')
+FROM ({catalog}) AS c (catalog)
+WHERE version = {version};
+"""
+
+
+def script(schema: str, release: Release, after: int) -> str:
+    """SQL that brings a schema from version `after` to this release, to run inside a transaction."""
+    pending = release.pending(after)
+    catalog = sql.script("catalog")
+    create = f"SELECT set_config('howdah.schema', {literal(schema)}, true);{_CREATE_SCHEMA}"
+    altered = (
+        _READ_ALTERED.format(catalog=catalog)
+        if after
+        else "SELECT set_config('howdah.altered', '{}', true);\n"
+    )
+    return "".join(
+        [
+            "" if after else create,
+            as_owner(schema),
+            f"SET LOCAL search_path = {quote_schema(schema)}, pg_temp;\n",
+            "SET LOCAL client_min_messages = warning;\n",  # DROP ... IF EXISTS of what is not there
+            _REFUSE_PUBLIC_SCHEMA,
+            _REFUSE_OTHER_VERSION.replace("{after}", str(after)),
+            altered,
+            *(step.text for step in pending),
+            *(f"DROP ROUTINE IF EXISTS {each};\n" for step in pending for each in step.drops),
+            # Functions call each other, in any order.
+            "SET LOCAL check_function_bodies = off;\n",
+            release.functions,
+            sql.script("leftovers"),
+            *(step.text_after_functions for step in pending),
+            *(
+                "INSERT INTO migrations (version, name, oldest_code, functions_hash) VALUES "
+                f"({step.version}, {literal(step.name)}, {step.oldest_code}, "
+                f"{literal(release.functions_hash)});\n"
+                for step in pending
+            ),
+            sql.script("access/grants"),
+            _STORE_CATALOG.format(
+                functions_hash=literal(release.functions_hash),
+                catalog=catalog,
+                version=release.version,
+            ),
+        ]
     )
 
 
 def full_script(schema: str, after: int = 0) -> str:
-    """Every migration behind version `after`, for those who apply SQL by other means."""
-    return "\n".join(
-        f"BEGIN;\n{script(schema, m)}COMMIT;\n" for m in sql.migrations() if m.version > after
+    """The whole migration from version `after` as one transaction, for those who run SQL by other means."""
+    return (
+        f"BEGIN;\nSELECT pg_advisory_xact_lock({_lock(schema)});\n"
+        f"SET LOCAL lock_timeout = {literal(LOCK_TIMEOUT)};\n"
+        f"{script(schema, sql.release(), after)}COMMIT;\n"
     )
 
 
-def drive(conn: psycopg.Connection[Any], work: Generator[Query | Script, Any, T]) -> T:
-    """Run a generator of SQL on a psycopg connection in autocommit mode, and give its result."""
+def drive(conn: psycopg.Connection[Any], work: Steps[T]) -> T:
+    """Run a generator of SQL on a psycopg connection in autocommit mode, and return its result."""
     answer: Rows | None = None
     while True:
         try:
@@ -196,21 +342,19 @@ def drive(conn: psycopg.Connection[Any], work: Generator[Query | Script, Any, T]
 
 
 def migrate(
-    conn: psycopg.Connection[Any], schema: str, *, target: int | None = None
-) -> list[Migration]:
+    conn: psycopg.Connection[Any], schema: str, *, release: Release | None = None
+) -> Applied:
     """Bring the schema up to date on a psycopg connection in autocommit mode."""
-    return drive_patiently(conn, lambda: steps(schema, target=target))
+    return drive_with_retries(conn, lambda: steps(schema, release))
 
 
-def drive_patiently(
-    conn: psycopg.Connection[Any], work: Callable[[], Generator[Query | Script, Any, T]]
-) -> T:
-    """`drive`, from the start again while somebody else's transaction is in the way."""
-    give_up = time.monotonic() + PATIENCE
+def drive_with_retries(conn: psycopg.Connection[Any], work: Callable[[], Steps[T]]) -> T:
+    """`drive`, retried from the start while another transaction holds a lock that it needs."""
+    deadline = time.monotonic() + RETRY_SECONDS
     while True:
         try:
             return drive(conn, work())
         except psycopg.errors.LockNotAvailable:
             conn.execute("ROLLBACK")
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise

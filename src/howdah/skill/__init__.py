@@ -1,8 +1,8 @@
-"""The skill that teaches a coding agent to use Howdah: its files, and how they get to an agent.
+"""The skill that teaches a coding agent to use Howdah: its files, and copies of them for agents.
 
-The files are in `postgres-job-queue/`. A copy carries a manifest with the hash of every file that was
-written, which tells a file that the user edited from one that is merely old. Only the latter are
-replaced or removed. Nothing here knows about agents; the command line says where to go.
+The files are in `postgres-job-queue/`. A copy has a manifest with the hash of each file as it was written.
+A file with another hash was edited by the user, and is kept unless `force` is set. The command line knows
+the directories of the agents; this module does not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ import contextlib
 import difflib
 import hashlib
 import json
-import os
-import tempfile
-from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from howdah.errors import InvalidOption
 
@@ -28,146 +24,97 @@ SOURCE = Path(__file__).parent / NAME
 MANIFEST = ".howdah-skill.json"
 
 
-class Action(StrEnum):
-    """What happens to one file of a copy."""
-
-    ADDED = "added"
-    UPDATED = "updated"
-    OVERWRITTEN = "overwritten"
-    REMOVED = "removed"
-    KEPT = "kept"
-    SAME = "same"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A file of a copy, by its path within it, and the difference to the new one as a unified diff."""
+class Change(NamedTuple):
+    """One file of a copy: added, updated, overwritten, removed, kept or same."""
 
     path: str
-    action: Action
+    action: str
     diff: str = ""
 
 
 def shipped_files() -> dict[str, bytes]:
-    """What the skill consists of, by path within it, sorted."""
-    found = (path for path in SOURCE.rglob("*") if path.suffix in (".md", ".py"))
+    """The files of the skill by their path, sorted."""
     return {
         path.relative_to(SOURCE).as_posix(): path.read_bytes()
-        for path in sorted(found)
-        if "__pycache__" not in path.parts
+        for path in sorted(SOURCE.rglob("*"))
+        if path.suffix in (".md", ".py") and "__pycache__" not in path.parts
     }
 
 
-class Copy:
-    """The skill in a directory of an agent's. Making one does nothing."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def exists(self) -> bool:
-        """Whether there is a copy, made by us or by hand."""
-        return (self.directory / "SKILL.md").is_file()
-
-    def plan(self, *, force: bool = False) -> list[Change]:
-        """What `install` would do, file by file."""
-        self._check()
-        known, files = self._manifest(), shipped_files()
-        changes = [self._compare(path, new, known.get(path), force) for path, new in files.items()]
-        # What an older version had and this one has not.
-        gone = [path for path in known if path not in files]
-        return changes + self._drop({path: known[path] for path in gone}, force)
-
-    def install(self, version: str, *, force: bool = False) -> list[Change]:
-        """Bring the copy up to date; files that the user edited stay as they are unless `force`."""
-        changes, files, known = self.plan(force=force), shipped_files(), self._manifest()
-        hashes: dict[str, str] = {}
+def install(
+    directory: Path, version: str, *, force: bool = False, dry_run: bool = False
+) -> list[Change]:
+    """Create the copy in `directory`, or bring it up to date."""
+    files, written = shipped_files(), _written_hashes(directory)
+    changes = _plan(directory, files, written, force=force)
+    if not dry_run:
+        _apply(directory, files, changes)
         for change in changes:
-            path = change.path
-            match change.action:
-                case Action.ADDED | Action.UPDATED | Action.OVERWRITTEN:
-                    _write(self.directory / path, files[path])
-                case Action.REMOVED:
-                    self._remove(path)
-            if change.action is Action.KEPT:
-                hashes |= {path: known[path]} if path in known else {}
-            elif change.action is not Action.REMOVED:
-                hashes[path] = _hash(files[path])
-        manifest = {"skill": NAME, "version": version, "files": hashes}
-        _write(self.directory / MANIFEST, f"{json.dumps(manifest, indent=2)}\n".encode())
-        return changes
+            if change.action == "removed":
+                del written[change.path]
+            elif change.action != "kept":
+                written[change.path] = _hash(files[change.path])
+        manifest = {"skill": NAME, "version": version, "files": written}
+        _write(directory / MANIFEST, f"{json.dumps(manifest, indent=2)}\n".encode())
+    return changes
 
-    def plan_removal(self, *, force: bool = False) -> list[Change]:
-        """What `uninstall` would do, file by file."""
-        self._check()
-        known = {path: _hash(data) for path, data in shipped_files().items()} | self._manifest()
-        return self._drop(known, force)
 
-    def uninstall(self, *, force: bool = False) -> list[Change]:
-        """Remove the copy, except for what the user edited or added."""
-        changes = self.plan_removal(force=force)
-        for change in changes:
-            if change.action is Action.REMOVED:
-                self._remove(change.path)
-        self._remove(MANIFEST)
-        return changes
+def uninstall(directory: Path, *, force: bool = False, dry_run: bool = False) -> list[Change]:
+    """Remove the copy, except for files that the user edited or added."""
+    written = {path: _hash(data) for path, data in shipped_files().items()}
+    changes = _plan(directory, {}, written | _written_hashes(directory), force=force)
+    if not dry_run:
+        _apply(directory, {}, changes)
+        _remove(directory, MANIFEST)
+    return changes
 
-    def _check(self) -> None:
-        if self.directory.is_symlink() or self.directory.resolve() == SOURCE.resolve():
-            raise InvalidOption(
-                f"{self.directory} is a link or Howdah's own copy; name a directory of the agent's."
-            )
-        if self.directory.exists() and not self.directory.is_dir():
-            raise InvalidOption(f"{self.directory} is not a directory.")
 
-    def _compare(self, path: str, new: bytes, known: str | None, force: bool) -> Change:
-        old = self._read(path)
+def _plan(
+    directory: Path, files: Mapping[str, bytes], written: Mapping[str, str], *, force: bool
+) -> list[Change]:
+    """What to do with each file of the copy so that it holds `files` and no other file that was written."""
+    if directory.is_symlink() or directory.resolve() == SOURCE.resolve():
+        raise InvalidOption(
+            f"{directory} is a symbolic link or Howdah's own copy of the skill; name another directory."
+        )
+    changes = []
+    for path in [*files, *sorted(written.keys() - files.keys())]:
+        old, new = _read(directory / path), files.get(path)
         if old is None:
-            return Change(path=path, action=Action.ADDED)
+            if new is not None:
+                changes.append(Change(path, "added"))
+            continue
+        edited = _hash(old) != written.get(path)
         if old == new:
-            return Change(path=path, action=Action.SAME)
-        edited = _hash(old) != known
-        action = Action.UPDATED
-        if edited:
-            action = Action.OVERWRITTEN if force else Action.KEPT
-        return Change(path=path, action=action, diff=_diff(path, old, new))
-
-    def _drop(self, known: Mapping[str, str], force: bool) -> list[Change]:
-        changes = []
-        for path in sorted(known):
-            old = self._read(path)
-            if old is not None:
-                edited = _hash(old) != known[path] and not force
-                changes.append(Change(path=path, action=Action.KEPT if edited else Action.REMOVED))
-        return changes
-
-    def _read(self, path: str) -> bytes | None:
-        try:
-            return (self.directory / path).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def _remove(self, path: str) -> None:
-        target = self.directory / path
-        target.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: the rest is the user's
-            for directory in (target.parent, *target.parent.parents):
-                directory.rmdir()
-                if directory == self.directory:
-                    break
-
-    def _manifest(self) -> dict[str, str]:
-        """The hash of each file as it was installed; nothing where there is no readable manifest."""
-        try:
-            files = json.loads(self._read(MANIFEST) or b"{}")["files"]
-            return {str(path): str(digest) for path, digest in files.items() if _is_within(path)}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return {}
+            action = "same"
+        elif edited and not force:
+            action = "kept"
+        elif new is None:
+            action = "removed"
+        else:
+            action = "overwritten" if edited else "updated"
+        diff = "" if new is None else _diff(path, old, new)
+        changes.append(Change(path, action, diff))
+    return changes
 
 
-def _is_within(path: str) -> bool:
-    """Whether a manifest's path stays within the copy: what it names may be removed."""
-    pure = PurePosixPath(path)
-    return not pure.is_absolute() and ".." not in pure.parts and path != MANIFEST
+def _apply(directory: Path, files: Mapping[str, bytes], changes: list[Change]) -> None:
+    for change in changes:
+        if change.action == "removed":
+            _remove(directory, change.path)
+        elif change.action in ("added", "updated", "overwritten"):
+            _write(directory / change.path, files[change.path])
+
+
+def _written_hashes(directory: Path) -> dict[str, str]:
+    """The manifest's hash of each file; empty if there is no readable manifest."""
+    try:
+        files = json.loads(_read(directory / MANIFEST) or b"{}")["files"]
+        # A file named here may be removed, so a path that leads out of the copy is ignored.
+        inside = directory.resolve()
+        return {p: h for p, h in files.items() if (inside / p).resolve().is_relative_to(inside)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _hash(data: bytes) -> str:
@@ -180,10 +127,24 @@ def _diff(path: str, old: bytes, new: bytes) -> str:
     return "\n".join(lines)
 
 
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing, and never through a link."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".howdah-", delete=False) as file:
-        file.write(data)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_bytes(data)
+    draft.replace(path)  # the whole file or nothing, and never through a link
+
+
+def _remove(directory: Path, path: str) -> None:
+    target = directory / path
+    target.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a directory that is not empty holds files of the user
+        while target != directory:
+            target = target.parent
+            target.rmdir()

@@ -190,8 +190,8 @@ def _settle(schema: str) -> Statement[None]:
     SET CONSTRAINTS would too, but with it all deferred constraints of the caller's own."""
     s = quote_schema(schema)
     return Statement(
-        "settle_key",
-        f"SELECT count({s}.settle_key(k.ordering_key)) FROM ("
+        "assign_key",
+        f"SELECT count({s}.assign_key(k.ordering_key)) FROM ("
         f"SELECT j.ordering_key FROM {s}.live_jobs AS j WHERE j.ordering_key IS NOT NULL "
         "GROUP BY j.ordering_key HAVING NOT bool_or(j.holds_key)) AS k",
         (),

@@ -1,45 +1,31 @@
-"""Builds of Howdah of different versions, side by side: copies of the package, each with migrations of its
-own, that a process is pointed to by PYTHONPATH."""
+"""The build of the next release, beside this one: a copy of the package with one more table step, which a process
+runs if PYTHONPATH points to it."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import howdah
-from howdah import sql
+from next_release import write_next_release
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PACKAGE = Path(howdah.__file__).parent
 
 
-def older_build(directory: Path, version: int) -> Path:
-    """The package as it would be with the migrations up to this version alone."""
-    home = _copy(directory)
-    for folder in (home / "howdah" / "sql" / "migrations").iterdir():
-        if folder.is_dir() and int(folder.name.partition("_")[0]) > version:
-            shutil.rmtree(folder)
-    return home
-
-
-def newer_build(directory: Path, text: str, *, oldest_code: int) -> Path:
-    """The package of the next release, with one migration more."""
-    home = _copy(directory)
-    number = sql.latest_version() + 1
-    folder = home / "howdah" / "sql" / "migrations" / f"{number:04d}_next"
-    folder.mkdir()
-    (folder / "10_next.sql").write_text(text)
-    module = home / "howdah" / "sql" / "__init__.py"
-    source = module.read_text()
-    changed = source.replace("_OLDEST_CODE = {", f"_OLDEST_CODE = {{{number}: {oldest_code}, ", 1)
-    assert changed != source
-    module.write_text(changed)
-    return home
-
-
-def _copy(directory: Path) -> Path:
+def newer_build(
+    directory: Path, step: str, *, edits: Mapping[str, Mapping[str, str]], oldest_code: int
+) -> Path:
+    """The package of the next release, with this table step and these edits of function files."""
     directory.mkdir(parents=True)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, directory / "howdah", ignore=ignored)
+    write_next_release(
+        directory / "howdah" / "sql", step=step, edits=edits, oldest_code=oldest_code
+    )
     return directory
 
 

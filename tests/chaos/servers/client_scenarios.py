@@ -107,21 +107,20 @@ class WrongClocks(Scenario):
             stage.crew.start_worker(**off_by(fault.detail["the next one's clock"]))
 
 
-# A release that changes what old workers use: columns of both tables, and a function that every worker
-# calls all the time, which is dropped and made anew with one parameter more, as a release may.
-NEXT = """
+# A release that changes what old workers use: columns of both tables, and a function that every worker calls with
+# each heartbeat, which is dropped and created with one more parameter, as a release may do.
+NEXT_STEP = """
+-- drops: extend_jobs(uuid[], uuid[], interval, float8[])
 ALTER TABLE live_jobs ADD COLUMN next_release text NOT NULL DEFAULT 'yes';
 ALTER TABLE finished_jobs ADD COLUMN next_release text;
-DO $$
-DECLARE
-    v_text text := pg_get_functiondef('extend_jobs'::regproc);
-    v_arguments text := pg_get_function_arguments('extend_jobs'::regproc);
-BEGIN
-    EXECUTE format('DROP FUNCTION extend_jobs(%s)',
-                   pg_get_function_identity_arguments('extend_jobs'::regproc));
-    EXECUTE replace(v_text, v_arguments, v_arguments || ', p_next text DEFAULT NULL');
-END $$;
 """
+NEXT_EDITS = {
+    "progress.sql": {
+        "p_lease interval DEFAULT '30 seconds',\n    p_elapsed float8[] DEFAULT NULL)":
+        "p_lease interval DEFAULT '30 seconds',\n    p_elapsed float8[] DEFAULT NULL,\n"
+        "    p_next text DEFAULT NULL)"
+    }
+}  # fmt: skip
 
 
 class RollingUpgrade(Scenario):
@@ -136,7 +135,7 @@ class RollingUpgrade(Scenario):
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
         with workspace("upgrade") as home, machine(home / "pg", max_connections="100") as server:
-            self.build = newer_build(home / "next", NEXT, oldest_code=1)
+            self.build = newer_build(home / "next", NEXT_STEP, edits=NEXT_EDITS, oldest_code=1)
             yield Place(server.url, server.url)
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:

@@ -16,13 +16,14 @@ import pooler
 import psycopg
 import pytest
 import small_disk
-from builds import newer_build, older_build, pointing_to
+from builds import newer_build, pointing_to
 from commit_proxy import Gate
 from embedded_servers import come_up, machine, workspace
 from replicas import replicas
 
 from children import until
 from howdah import JobQueue, sql
+from next_release import EDITS, STEP, VERSION
 
 if TYPE_CHECKING:
     from howdah.embedded import EmbeddedServer
@@ -179,20 +180,18 @@ def test_indexes_are_whole_after_they_were_built_anew(database: str, concurrentl
     assert disturbances.indexes_are_valid(database)
 
 
-def test_builds_of_other_versions_know_other_schemas(tmp_path: Path) -> None:
-    latest = sql.latest_version()
-    old = older_build(tmp_path / "old", latest - 1)
-    new = newer_build(tmp_path / "new", "SELECT 1;", oldest_code=1)
-    for home, version in ((old, latest - 1), (new, latest + 1)):
-        program = "import howdah.sql; print(howdah.sql.latest_version(), howdah.sql.__file__)"
-        said = subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | pointing_to(home),
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout.split()
-        assert said == [str(version), str(home / "howdah" / "sql" / "__init__.py")]
+def test_a_process_runs_the_build_that_it_is_pointed_to(tmp_path: Path) -> None:
+    home = newer_build(tmp_path / "next", STEP, edits=EDITS, oldest_code=1)
+    program = "import howdah.sql; print(howdah.sql.latest_version(), howdah.sql.__file__)"
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | pointing_to(home),
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.split()
+    assert answer == [str(VERSION), str(home / "howdah" / "sql" / "__init__.py")]
+    assert sql.latest_version() == VERSION - 1
 
 
 def test_a_gate_hangs_up_and_leads_elsewhere(server: EmbeddedServer, database: str) -> None:

@@ -1,19 +1,20 @@
-"""Two releases at once on one database: the old one goes on, or says what to do."""
+"""Two releases at once on one database: processes of the old one keep working, or fail with an error that says what
+to do."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from builds import newer_build, older_build, pointing_to
+from builds import newer_build, pointing_to
 
 from children import Children, all_ended, statuses, until
-from howdah import JobQueue, sql
+from howdah import JobQueue
+from next_release import EDITS, STEP, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-# What a user of the bare queue runs: enqueues, claims and completes until told to stop.
+# A user of the bare queue: enqueues, claims and completes until SIGTERM.
 OLD_PROGRAM = """
 import signal, sys, time
 from howdah import JobQueue
@@ -64,65 +65,75 @@ def last_line(file: Path) -> list[int]:
     return [int(n) for n in lines[-1].split()] if lines else [0, 0]
 
 
-def test_queues_of_the_release_before_go_on_while_this_one_migrates_and_works(
+def test_an_old_release_keeps_working_while_the_next_one_migrates_and_works(
     children: Children, conn: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
-    latest = sql.latest_version()
-    old = older_build(tmp_path / "old", latest - 1)
-    said = tmp_path / "said"
-    with said.open("wb") as file:
+    new_build = newer_build(tmp_path / "next", STEP, edits=EDITS, oldest_code=1)
+    output = tmp_path / "output"
+    with output.open("wb") as file:
         queue = subprocess.Popen(
-            [sys.executable, "-c", OLD_PROGRAM, children.database],
-            env=os.environ | pointing_to(old),
-            stdout=file,
-            stderr=file,
+            [sys.executable, "-c", OLD_PROGRAM, children.database], stdout=file, stderr=file
         )
     try:
-        until(lambda: last_line(said)[1] > 20, "the old release works")
-        assert version(conn) == latest - 1
-        children.start().ready()
-        assert version(conn) == latest
+        until(lambda: last_line(output)[1] > 20, "the old release works")
+        assert version(conn) == VERSION - 1
+        old_worker = children.start().ready()
+        children.start(**pointing_to(new_build)).ready()
+        assert version(conn) == VERSION
         with contextlib.closing(JobQueue(children.database)) as new:
             new.enqueue_many([("nap", {"seconds": 0.0})] * 50)
-        (_, before) = last_line(said)
-        until(lambda: last_line(said)[1] > before + 50, "the old release goes on")
+        (_, before) = last_line(output)
+        until(lambda: last_line(output)[1] > before + 50, "the old release keeps working")
+        # A process of the old release that starts now works too, and leaves the new functions alone.
+        late = children.start().ready()
+        assert "p_next_release" in arguments_of_claim(conn)
+        assert old_worker.process.poll() is late.process.poll() is None
     finally:
         queue.terminate()
-    assert queue.wait(60) == 0, said.read_text()[-2000:]
+    assert queue.wait(60) == 0, output.read_text()[-2000:]
     until(lambda: all_ended(conn), "every job ended")
-    made, done = last_line(said)
+    made, done = last_line(output)
     assert made == done
     assert statuses(conn) == {"completed": made + 50}
+    assert "p_next_release" in arguments_of_claim(conn)
+
+
+def arguments_of_claim(conn: psycopg.Connection[Any]) -> str:
+    query = "SELECT pg_get_function_arguments('howdah.claim_job_batch'::regproc)"
+    row = conn.execute(query).fetchone()
+    assert row is not None
+    return str(row[0])
 
 
 WHAT_TO_DO = "Upgrade the howdah package in this environment"
 
 
 def incompatible(home: Path) -> Path:
-    """A release whose schema the code before it cannot use: a function it calls is gone."""
-    text = "ALTER FUNCTION extend_jobs RENAME TO extend_jobs_anew;"
-    return newer_build(home, text, oldest_code=sql.latest_version() + 1)
+    """A release whose schema older code cannot use: it lacks a function that this code calls."""
+    step = "-- drops: extend_jobs(uuid[], uuid[], interval, float8[])\n"
+    edits = {"progress.sql": {"FUNCTION extend_jobs(": "FUNCTION extend_jobs_next("}}
+    return newer_build(home, step, edits=edits, oldest_code=VERSION)
 
 
-def test_a_worker_that_is_too_old_for_the_schema_says_so_and_what_to_do(
+def test_a_worker_that_is_too_old_for_the_schema_reports_it_and_what_to_do(
     children: Children, conn: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
     running = children.start("--concurrency", "2", FAULT_APP_LEASE="1").ready()
     with contextlib.closing(JobQueue(children.database)) as queue:
         handle = queue.enqueue("nap", {"seconds": 600.0}, max_attempts=5)
-        until(lambda: children.ledger("start"), "it is at work")
+        until(lambda: children.ledger("start"), "the job runs")
         subprocess.run(
             [sys.executable, "-m", "howdah", "migrate"],
             env=children.environment(**pointing_to(incompatible(tmp_path / "next"))),
             check=True,
         )
-        assert version(conn) == sql.latest_version() + 1
+        assert version(conn) == VERSION
         late = children.start()
         assert late.wait() != 0
         assert WHAT_TO_DO in late.log.read_text()
         assert "Traceback" not in late.log.read_text()
-        # One that runs already is told as well, instead of being sent to look for its tables.
-        until(lambda: WHAT_TO_DO in running.log.read_text(), "the running worker says so")
+        # The running worker reports the same, not missing tables.
+        until(lambda: WHAT_TO_DO in running.log.read_text(), "the running worker reports it")
     assert statuses(conn)["completed"] == statuses(conn)["failed"] == 0
     assert queue_has(conn, handle.id)
 

@@ -1,1 +1,1 @@
-"""The commands, one module for each or for a few that belong together."""
+"""The commands. A module is named after its command, or holds a few related ones."""

@@ -1,4 +1,4 @@
-"""`howdah bench`: how fast is my database, and what would make it faster?"""
+"""`howdah bench`: measures how fast a database is, and says what would make it faster."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 NAME_WIDTH = 22
 FIGURE_WIDTH = 16
-LONGEST_BAR = 40
+MAX_BAR_WIDTH = 40
 
 
-@click.command("bench", short_help="How fast is this database, and why?")
+@click.command("bench", short_help="Measure how fast a database is.")
 @database_option
 @click.option("--seconds", type=click.FloatRange(1, 120), default=20, show_default=True,
-              help="About how long to take.")  # fmt: skip
+              help="Approximate duration.")  # fmt: skip
 @json_option
 def bench_command(database: str | None, seconds: float, as_json: bool) -> None:
-    """Measure a database: enqueueing, working, and the time from one to the other.
+    """Measure how fast a database enqueues and runs jobs, and how soon a job starts.
 
-    Works in a schema of its own, which is removed at the end, also after Ctrl-C. The server is kept busy
-    meanwhile: think before you point it at one that others need.
+    The measurement uses a temporary schema, which is removed at the end, also after Ctrl-C. It keeps the
+    server busy: do not run it on a server that others need.
     """
     output = Output(as_json=as_json)
     url = resolve_url(database)
@@ -50,7 +50,7 @@ def bench_command(database: str | None, seconds: float, as_json: bool) -> None:
         with stoppable():
             figures = _measure(url, seconds, output)
     except SystemExit:
-        output.note("Stopped. Nothing is left in the database.")
+        output.note("Stopped. The temporary schema was removed.")
         raise
     took = time.monotonic() - began
     if as_json:
@@ -64,40 +64,40 @@ def _measure(url: str, seconds: float, output: Output) -> Figures:
             try:
                 with (
                     connect(url) as conn,
-                    _screen(output, database_url.redact(url), schema) as tell,
+                    _screen(output, database_url.redact(url), schema) as show,
                 ):
-                    return run(Bench(url, conn, schema, seconds, tell).run())
+                    return run(Bench(url, conn, schema, seconds, show).run())
             finally:
                 ignore_stops()
     except DatabaseError as error:
         if is_connection_lost(error):
             raise unreachable(url, error) from error
         reason = (error.diag.message_primary or str(error)).strip()
-        raise HowdahError(f"the database refused: {reason}.") from error
+        raise HowdahError(f"the database rejected the statement: {reason}.") from error
 
 
-# ── while it runs ─────────────────────────────────────────────────────────────────────────────────
+# ── progress ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
 def _screen(output: Output, place: str, schema: str) -> Iterator[Callable[[Progress], None]]:
-    """Where progress is shown: on a terminal, and nowhere else."""
+    """Yield a function that shows progress if the output is a terminal."""
     if not output.is_terminal:
         yield lambda progress: None
         return
     steps: dict[str, Progress] = {}
     with Live(console=output.console, auto_refresh=False, transient=True) as live:
 
-        def tell(progress: Progress) -> None:
+        def show(progress: Progress) -> None:
             steps[progress.step] = progress
             live.update(Group(*_frame(output, place, schema, steps)), refresh=True)
 
-        yield tell
+        yield show
 
 
 def _frame(output: Output, place: str, schema: str, steps: dict[str, Progress]) -> Iterator[Text]:
-    yield _cut(output, Text.assemble("Measuring ", (clean(place), "bold")))
-    yield _cut(output, Text(f"in schema {schema}, removed at the end", "dim"))
+    yield output.fit(Text.assemble("Measuring ", (clean(place), "bold")))
+    yield output.fit(Text(f"in the temporary schema {schema}", "dim"))
     for name in STEPS:
         progress = steps.get(name)
         state = "pending" if progress is None else "ok" if progress.share >= 1 else "running"
@@ -106,15 +106,10 @@ def _frame(output: Output, place: str, schema: str, steps: dict[str, Progress]) 
             if state == "running":
                 line.append(output.bar(int(progress.share * 100), 20), STYLES[state]).append("  ")
             line.append(progress.text)
-        yield _cut(output, line)
+        yield output.fit(line)
 
 
-def _cut(output: Output, line: Text) -> Text:
-    line.truncate(output.width, overflow="ellipsis" if output.has_unicode else "crop")
-    return line
-
-
-# ── what came of it ───────────────────────────────────────────────────────────────────────────────
+# ── results ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _rates(figures: Figures) -> list[tuple[str, Rate]]:
@@ -146,14 +141,14 @@ def _print(output: Output, place: str, figures: Figures, took: float) -> None:
         line = Text(f"{name:<{NAME_WIDTH}}", "dim")
         line.append(f"{rate.per_second:>{FIGURE_WIDTH - 7},.0f} jobs/s", "bold green")
         if output.is_terminal and most:
-            room = min(LONGEST_BAR, output.width - NAME_WIDTH - FIGURE_WIDTH - 2)
+            room = min(MAX_BAR_WIDTH, output.width - NAME_WIDTH - FIGURE_WIDTH - 2)
             full = output.bar(100, max(1, round(room * rate.per_second / most)))
             line.append("  ").append(full, "green")
         output.line(line)
     output.line("")
     for sentence in advice(figures):
         output.line(sentence, lead=Text(f"{output.sign('event')} ", STYLES["event"]))
-    output.note(f"Took {took:.1f} s. Nothing is left in the database.")
+    output.note(f"Took {took:.1f} s. The temporary schema was removed.")
 
 
 def _facts(figures: Figures, took: float) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""`howdah chaos`: kills real workers on a user's own database and says whether every promise was kept. In a
-schema of its own, which is dropped again; no process and no file is left, also after Ctrl-C."""
+"""`howdah chaos`: kills real workers on a user's database and checks whether every promise was kept. It
+works in a temporary schema, and removes its schema, processes and files at the end, also after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from howdah.chaos.process_faults import (
 )
 from howdah.chaos.run import Load, Verdict, perform
 from howdah.chaos.scenario import Place
-from howdah.cli.options import connect, json_option, resolve_url, unreachable
+from howdah.cli.options import connect, database_option, json_option, resolve_url, unreachable
 from howdah.cli.stopping import ignore_stops, stoppable
 from howdah.database.connection import ConnectionFailed, DatabaseError, InsufficientPrivilege
 from howdah.errors import HowdahError
@@ -36,23 +36,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFIX = "howdah_chaos_"
-DROP_PATIENCE = 30.0
-LEASE = 2.0
+DROP_TIMEOUT_SECONDS = 30.0
+LEASE_SECONDS = 2.0
 
 
-@click.command("chaos")
-@click.option(
-    "--database", metavar="URL",
-    help="A PostgreSQL URL, or embedded:  [default: HOWDAH_DATABASE_URL, DATABASE_URL, or the embedded "
-    "server of this directory]",
-)  # fmt: skip
+@click.command("chaos", short_help="Kill workers, and check that every promise is kept.")
+@database_option
 @click.option("--seconds", type=click.FloatRange(3, 3600), default=30.0, show_default=True,
-              help="How long jobs are enqueued and workers killed.")  # fmt: skip
+              help="How long to enqueue jobs and kill workers.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(2, 32), default=3, show_default=True,
               help="How many worker processes to run.")  # fmt: skip
 @click.option("--rate", type=click.FloatRange(1, 10_000), default=100.0, show_default=True,
-              help="How many jobs to enqueue in a second.")  # fmt: skip
-@click.option("--seed", type=int, help="The same number gives the same faults again.")
+              help="How many jobs to enqueue per second.")  # fmt: skip
+@click.option("--seed", type=int, help="Repeat the faults of the run with this seed.")
 @json_option
 def chaos_command(
     database: str | None,
@@ -62,18 +58,20 @@ def chaos_command(
     seed: int | None,
     as_json: bool,
 ) -> None:
-    """Kill workers on your database, and see what becomes of their jobs.
+    """Kill workers on your database, and check what happens to their jobs.
 
-    Makes a schema of its own, runs worker processes in it, kills, pauses and restarts them, and then checks
-    job by job whether every promise was kept. Everything is removed again. The exit code is 1 if a promise
-    was broken.
+    Creates a temporary schema, runs worker processes in it, kills, pauses and restarts them, and then checks
+    for each job whether every promise was kept. Everything is removed at the end. The exit code is 1 if a
+    promise was broken.
     """
     url = resolve_url(database)
     seed = random.SystemRandom().randrange(1, 1_000_000) if seed is None else seed
     console = Console(highlight=False, quiet=as_json)
-    load = Load(seconds=seconds, rate=rate, workers=workers, lease=LEASE, backlog=1000)
+    load = Load(seconds=seconds, rate=rate, workers=workers, lease=LEASE_SECONDS, backlog=1000)
     with stoppable(), _schema(url) as schema, _directory() as directory:
-        console.print(f"Workers die in schema [bold]{schema}[/] for {seconds:g} s; seed {seed}.")
+        console.print(
+            f"Killing workers in schema [bold]{schema}[/] for {seconds:g} s; seed {seed}."
+        )
         verdict = _run(console, Place(url, url, schema), directory, seed, load)
     if as_json:
         click.echo(json.dumps(report.as_json(verdict)))
@@ -95,11 +93,11 @@ def _run(console: Console, place: Place, directory: Path, seed: int, load: Load)
 def _print(console: Console, verdict: Verdict) -> None:
     ends = [f"{count:,} {status}" for status, count in sorted(verdict.statuses.items())]
     console.print(f"\n[bold]{verdict.acknowledged:,}[/] jobs acknowledged: {', '.join(ends)}\n")
-    faults = Table("fault", "hit a job", "claimed again after", box=None, header_style="dim")
+    faults = Table("fault", "jobs hit", "reclaimed after", box=None, header_style="dim")
     for name, hits in sorted(verdict.hits.items()):
         times = verdict.recoveries.get(name)
-        back = f"{report.median(times):.1f} s, {times[-1]:.1f} s at most" if times else ""
-        faults.add_row(name, f"{hits:,} ×", back)
+        delay = f"{report.median(times):.1f} s, {times[-1]:.1f} s at most" if times else ""
+        faults.add_row(name, f"{hits:,} ×", delay)
     promises = Table("promise", "", "broken", box=None, header_style="dim")
     broken = verdict.broken()
     for promise, what in PROMISES.items():
@@ -108,19 +106,21 @@ def _print(console: Console, verdict: Verdict) -> None:
     console.print(faults, "", promises, "", sep="\n")
     for each in verdict.missed:
         console.print(
-            f"{each}: it was not tried; a longer run may.", style="yellow", soft_wrap=True
+            f"{each}; a longer run may.",
+            style="yellow",
+            soft_wrap=True,
         )
     for complaint in report.complaints(verdict):
         console.print(complaint, style="red", markup=False, soft_wrap=True)
     console.print(
         "[bold green]Every promise was kept.[/]" if verdict.passed
-        else "[bold red]A promise was broken.[/] Run it again with the same --seed, and tell us."
+        else "[bold red]A promise was broken.[/] Run it again with the same --seed, and report it."
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def _schema(url: str) -> Iterator[str]:
-    """A schema that nobody else uses, dropped afterwards."""
+    """A temporary schema, dropped at the end."""
     name = f"{PREFIX}{random.SystemRandom().randrange(16**8):08x}"
     with connect(url) as conn:
         try:
@@ -128,7 +128,7 @@ def _schema(url: str) -> Iterator[str]:
         except InsufficientPrivilege:
             role = conn.info.user
             raise HowdahError(
-                f'the role "{role}" may not create a schema in this database. Name a role that may, or '
+                f'role "{role}" may not create a schema in this database. Use a role that may, or '
                 "another database, with --database."
             ) from None
     try:
@@ -139,8 +139,8 @@ def _schema(url: str) -> Iterator[str]:
 
 
 def _drop(url: str, name: str) -> None:
-    """Drop it as soon as the backends of workers that were killed have let go."""
-    give_up = time.monotonic() + DROP_PATIENCE
+    """Drop the schema. Retries until the backends of killed workers release their locks."""
+    deadline = time.monotonic() + DROP_TIMEOUT_SECONDS
     while True:
         try:
             with connect(url) as conn:
@@ -148,9 +148,9 @@ def _drop(url: str, name: str) -> None:
                 conn.execute(f"DROP SCHEMA {quote_schema(name)} CASCADE".encode())
                 return
         except (DatabaseError, HowdahError) as error:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise HowdahError(
-                    f'schema "{name}" could not be dropped; do it yourself: DROP SCHEMA {name} CASCADE. '
+                    f'schema "{name}" could not be dropped. Run: DROP SCHEMA {name} CASCADE. '
                     f"({str(error).splitlines()[0]})"
                 ) from error
         time.sleep(0.5)

@@ -1,6 +1,6 @@
-"""`howdah db`: the embedded PostgreSQL of a directory, by hand.
+"""`howdah db`: manages the embedded server of a directory.
 
-Only ever the embedded one: a DATABASE_URL in the environment does not turn `howdah db rm` elsewhere.
+It ignores DATABASE_URL: `howdah db rm` never deletes another database.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ directory_option = click.option(
     "--dir",
     "directory",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The server's directory.  [default: .howdah/pg18, here or above]",
+    help="The server's directory.  [default: .howdah/pg18, in this or a parent directory]",
 )
 
 
-@click.group()
+@click.group(short_help="Manage the embedded PostgreSQL server.")
 def db() -> None:
-    """The embedded PostgreSQL: one private server per directory."""
+    """Manage the embedded PostgreSQL server. Each directory has its own."""
 
 
 @db.command()
@@ -34,7 +34,7 @@ def db() -> None:
 @click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait.")
 @json_option
 def start(directory: Path | None, timeout: float, as_json: bool) -> None:
-    """Start the server, creating it the first time."""
+    """Start the server. The first start creates it."""
     server = EmbeddedServer(directory)
     server.start(timeout)
     if as_json:
@@ -47,7 +47,7 @@ def start(directory: Path | None, timeout: float, as_json: bool) -> None:
 @directory_option
 @json_option
 def url(directory: Path | None, as_json: bool) -> None:
-    """Print the server's URL, whether it is running or not."""
+    """Print the server's URL. The server need not be running."""
     server = _existing(directory)
     click.echo(json.dumps({"url": server.url}) if as_json else server.url)
 
@@ -56,7 +56,7 @@ def url(directory: Path | None, as_json: bool) -> None:
 @directory_option
 @json_option
 def status(directory: Path | None, as_json: bool) -> None:
-    """Say whether the server is running, and where."""
+    """Print whether the server is running, its directory and its URL."""
     server = EmbeddedServer(directory)
     facts = _facts(server)
     if as_json:
@@ -76,12 +76,12 @@ def status(directory: Path | None, as_json: bool) -> None:
 @directory_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def psql(directory: Path | None, arguments: tuple[str, ...]) -> None:
-    """Open psql on the database; what follows `--` goes to psql."""
+    """Open psql on the database. Arguments after `--` are passed to psql."""
     program = find_binaries().directory / "psql"
     if not os.access(program, os.X_OK):
         raise EmbeddedServerError(
-            f"there is no psql in {program.parent}. Connect with a psql of your own to the URL that "
-            "`howdah db url` prints."
+            f"there is no psql in {program.parent}. Use another psql with the URL that `howdah db url` "
+            "prints."
         )
     server_url = _existing(directory).start()
     os.execv(program, ["psql", "--dbname", server_url, *arguments])  # noqa: S606
@@ -90,10 +90,14 @@ def psql(directory: Path | None, arguments: tuple[str, ...]) -> None:
 @db.command()
 @directory_option
 @click.option("--timeout", default=30.0, show_default=True, help="Seconds to wait.")
-@click.option("--immediate", is_flag=True, help="Do not wait for a checkpoint; recover next time.")
+@click.option(
+    "--immediate",
+    is_flag=True,
+    help="Skip the shutdown checkpoint; the next start runs crash recovery.",
+)
 @json_option
 def stop(directory: Path | None, timeout: float, immediate: bool, as_json: bool) -> None:
-    """Stop the server; its data stay."""
+    """Stop the server. Its data are kept."""
     server = EmbeddedServer(directory)
     stopped = server.stop("immediate" if immediate else "fast", timeout)
     if as_json:
@@ -105,7 +109,7 @@ def stop(directory: Path | None, timeout: float, immediate: bool, as_json: bool)
 
 @db.command()
 @directory_option
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option
 def rm(directory: Path | None, yes: bool, as_json: bool) -> None:
     """Stop the server and delete all its data."""
@@ -122,7 +126,7 @@ def _existing(directory: Path | None) -> EmbeddedServer:
     server = EmbeddedServer(directory)
     if not server.exists():
         raise EmbeddedServerError(
-            f"there is no embedded PostgreSQL in {server.directory}. Run `howdah db start` to make one."
+            f"there is no embedded PostgreSQL in {server.directory}. Run `howdah db start` to create one."
         )
     return server
 

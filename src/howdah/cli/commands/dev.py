@@ -1,4 +1,4 @@
-"""`howdah dev`: an embedded database and a worker that starts anew when the code changes."""
+"""`howdah dev`: an embedded server, and a worker that restarts when the code changes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from howdah.embedded import EmbeddedServer
 from howdah.encoding.database_url import VARIABLES
 from howdah.errors import InvalidOption
 
-GRACE = 5.0
+GRACE_SECONDS = 5.0
 
 
-@click.command("dev", short_help="Run an app on an embedded database, with reload.")
+@click.command("dev", short_help="Run an app on an embedded server, with reload.")
 @click.argument("app_name", metavar="MODULE:APP")
 @click.option("--concurrency", type=click.IntRange(1, 10_000), help="How many jobs run at once.")
 @click.option(
@@ -30,9 +30,10 @@ GRACE = 5.0
 )
 @json_lines_option
 def dev_command(app_name: str, concurrency: int | None, remove: bool, as_json: bool) -> None:
-    """Run an app on an embedded PostgreSQL, and start anew when the code changes.
+    """Run an app on an embedded PostgreSQL, and restart the worker when the code changes.
 
-    The database is in .howdah, here or above, and goes on running after Ctrl-C: `howdah db stop` stops it.
+    The server is in .howdah, in this or a parent directory. It keeps running after Ctrl-C; `howdah db stop`
+    stops it.
     """
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     set_up_logging("info", as_json=as_json, colour=colour)
@@ -42,7 +43,7 @@ def dev_command(app_name: str, concurrency: int | None, remove: bool, as_json: b
         raise Misuse(str(error)) from None
     if app.database is not None:
         raise Misuse(
-            f"{app_name} names its own database, so there is nothing to embed; run "
+            f"{app_name} has its own database, so `howdah dev` would not use it; run "
             f"`howdah worker {app_name} --reload` instead."
         )
     server = EmbeddedServer()
@@ -54,11 +55,11 @@ def dev_command(app_name: str, concurrency: int | None, remove: bool, as_json: b
     else:
         click.echo(f"PostgreSQL is running in {server.directory}.\n{url}\nCtrl-C stops the worker.")
     os.environ[VARIABLES[0]] = url
-    arguments = ["worker", app_name, "--grace", str(GRACE)]
+    arguments = ["worker", app_name, "--grace", str(GRACE_SECONDS)]
     arguments += ["--concurrency", str(concurrency)] if concurrency else []
     arguments += ["--log-json"] if as_json else []
     try:
-        code = Supervisor([arguments], reload=True, grace=GRACE).run()
+        code = Supervisor([arguments], reload=True, grace=GRACE_SECONDS).run()
     finally:
         if remove:
             server.remove()
@@ -67,6 +68,6 @@ def dev_command(app_name: str, concurrency: int | None, remove: bool, as_json: b
         elif remove:
             click.echo(f"Removed {server.directory}.")
         else:
-            click.echo("The database goes on running; `howdah db stop` stops it.")
+            click.echo("The database is still running; `howdah db stop` stops it.")
         logging.shutdown()
     click.get_current_context().exit(code)

@@ -1,4 +1,4 @@
-"""`howdah enqueue`: a call of a task, or a bare job, from the shell."""
+"""`howdah enqueue`: enqueues a call of a task, or a bare job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from howdah.app import App
-from howdah.cli.commands.follow import wait_for
+from howdah.cli.commands.watch import wait_for
 from howdah.cli.load import load_app
 from howdah.cli.options import database_options, json_lines_option
 from howdah.cli.output import Output
@@ -32,18 +32,22 @@ if TYPE_CHECKING:
 @click.argument("words", metavar="[MODULE:TASK] [KEY=VALUE]...", nargs=-1)
 @click.option("--type", "job_type", type=Name(), metavar="NAME",
               help="Enqueue a bare job of this type instead of a task.")  # fmt: skip
-@click.option("--data", metavar="JSON", help="The arguments as JSON; key=value words are added.")
 @click.option(
-    "--delay", type=Duration(), metavar="DURATION", help="Due after this long: 30s, 5m, 2h."
+    "--data", metavar="JSON", help="The arguments as a JSON object; KEY=VALUE adds to it."
+)
+@click.option(
+    "--delay", type=Duration(), metavar="DURATION", help="Run after this long, as in 30s, 5m, 2h."
 )
 @click.option("--priority", type=click.IntRange(-1000, 1000), help="Higher runs first.")
 @click.option("--queue", type=Name(), metavar="NAME", help="The queue.")
 @click.option("--key", type=Name(), metavar="TEXT",
-              help="An idempotency key: a second enqueue under it gives the first job.")  # fmt: skip
+              help="Idempotency key: a second enqueue with it returns the first job.")  # fmt: skip
 @click.option("--ordering-key", type=Name(), metavar="TEXT",
-              help="Jobs of one ordering key run one at a time, in order.")  # fmt: skip
-@click.option("--wait", is_flag=True, help="Wait for it to end; exit with 5 if it fails.")
-@click.option("--timeout", type=Duration(), metavar="DURATION", help="With --wait: for how long.")
+              help="Jobs with the same ordering key run one at a time, in order.")  # fmt: skip
+@click.option("--wait", is_flag=True, help="Wait for the end. The exit code is 5 if the job fails.")
+@click.option(
+    "--timeout", type=Duration(), metavar="DURATION", help="With --wait: how long to wait."
+)
 @database_options
 @json_lines_option
 def enqueue_command(
@@ -59,16 +63,15 @@ def enqueue_command(
 ) -> None:
     """Enqueue a call of a task, named as MODULE:TASK, and print the job's id.
 
-    A value is JSON where it can be read as such and else a text: width=400 is a number, path=a.png a
-    text. The arguments are checked against the task's signature. As with the library, the first enqueue
-    creates the schema.
+    A value is parsed as JSON if possible, and is a string otherwise: width=400 is a number, path=a.png is
+    a string. The arguments are checked against the task's signature. The first enqueue creates the schema.
 
     \b
       howdah enqueue shop:resize path=a.png width=400 --wait
       howdah enqueue --type send-email to=alice@example.com --delay 5m
     """
     if timeout is not None and not wait:
-        raise Misuse("--timeout goes with --wait.")
+        raise Misuse("--timeout needs --wait.")
     output = Output(as_json=as_json)
     options["idempotency_key"] = options.pop("key")
     given = {name: value for name, value in options.items() if value is not None}
@@ -84,7 +87,7 @@ def enqueue_command(
     payload, words_of = _payload(data, words)
     with open_session(database, schema, create=True) as session:
         try:
-            with session.in_words():
+            with session.translated_errors():
                 if task is None:
                     handle = _enqueue_bare(session.conn, schema, job_type or "", payload, given)
                 else:
@@ -96,7 +99,7 @@ def enqueue_command(
         else:
             output.line(str(handle.id))
             if not handle.is_new:
-                output.note("A job was enqueued under this key before: this is its id.")
+                output.note("A job with this key was enqueued before; this is its id.")
         if wait:
             wait_for(session, output, handle.id, timeout)
 
@@ -112,7 +115,7 @@ def _payload(data: str | None, words: Sequence[str]) -> tuple[Any, dict[str, str
     if not values:
         return payload, words_of
     if not isinstance(payload, dict):
-        raise Misuse("--data must be a JSON object if there are key=value words as well.")
+        raise Misuse("--data must be a JSON object if KEY=VALUE arguments are given too.")
     return payload | values, words_of
 
 
@@ -123,7 +126,7 @@ def _enqueue_bare(
     payload: Any,
     options: Mapping[str, Any],
 ) -> Handle:
-    # On the command's own connection; the queue opens none.
+    # On the session's connection: the queue opens none.
     return JobQueue("postgresql://", schema=schema, create=False).enqueue(
         job_type, payload, conn=conn, **options
     )
@@ -146,13 +149,13 @@ def _enqueue_call(
 
 
 def _fitting(type_: Any, value: Any, word: str | None) -> Any:
-    """The value, or the word that it was read from where only that is of the argument's type."""
+    """The parsed value, or the unparsed word if only that fits the argument's type."""
     if word is None or isinstance(value, str):
         return value
     for each in (value, word):
         try:
             msgspec.convert(each, type_, str_keys=True)
-        except Exception:  # noqa: S112 - a user's own type may raise anything; the signature will tell
+        except Exception:  # noqa: S112 - a user's type may raise anything; the signature check reports it
             continue
         return each
     return value
@@ -174,7 +177,9 @@ def find_task(name: str) -> Task[..., Any]:
             raise Misuse(str(error)) from None
     else:
         names = ", ".join(f"{module_name}:{each}" for each in list(app.tasks)[:5])
-        raise Misuse(f'"{name}" is an app; name one of its tasks: {names or "it has none"}.')
+        raise Misuse(
+            f'"{name}" is an app; name one of its tasks: {names or "the app has no tasks"}.'
+        )
     found = getattr(module, rest, None)
     if isinstance(found, Task):
         return found

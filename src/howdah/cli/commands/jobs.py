@@ -1,4 +1,4 @@
-"""`howdah jobs` and `howdah show`: which jobs there are, and everything about one."""
+"""`howdah jobs` and `howdah show`: a list of jobs, and the details of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from howdah.cli.output import STYLES, Column, clock, compact, one_line, plain, relative
 from howdah.cli.session import queue_command
 from howdah.cli.values import Name, StatusName, where_option
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.insight.filters import any_of
 from howdah.model import Job, Status
 
@@ -29,27 +29,27 @@ Moment = tuple["datetime", str, str]
 JOB_COLUMNS = (
     Column(title="id"),
     Column(title="status"),
-    Column(title="type", flexible=True, least=11),
+    Column(title="type", flexible=True, min_width=11),
     Column(title="queue", drop=5, flexible=True),
     Column(title="prio", drop=6, right=True),
     Column(title="age", drop=3, right=True),
     Column(title="took", drop=4, right=True),
-    Column(title="tries", drop=4, right=True),
-    Column(title="detail", drop=1, flexible=True, least=24),
+    Column(title="attempts", drop=4, right=True),
+    Column(title="detail", drop=1, flexible=True, min_width=24),
 )
 
 
 @click.command("jobs", short_help="List jobs, the newest first.")
 @click.option("--status", "statuses", type=StatusName(), multiple=True,
-              help="Only those of this status. May be repeated.")  # fmt: skip
+              help="Only jobs with this status. May be repeated.")  # fmt: skip
 @click.option("--type", "types", type=Name(), multiple=True, metavar="NAME",
-              help="Only those of this job type. May be repeated.")  # fmt: skip
+              help="Only jobs of this type. May be repeated.")  # fmt: skip
 @click.option("--queue", "queues", type=Name(), multiple=True, metavar="NAME",
-              help="Only those of this queue. May be repeated.")  # fmt: skip
+              help="Only jobs of this queue. May be repeated.")  # fmt: skip
 @where_option
 @click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True,
-              help="How many at most.")  # fmt: skip
-@click.option("--before", metavar="ID", help="Only those older than this job: the next page.")
+              help="Maximum number of jobs.")  # fmt: skip
+@click.option("--before", metavar="ID", help="Only jobs older than this one: the next page.")
 @queue_command
 def jobs_command(
     session: Session,
@@ -76,10 +76,10 @@ def jobs_command(
     if not shown:
         output.note("No job matches." if wanted or before else "There are no jobs.")
         return
-    now = session.insight.now()
+    now = session.statistics.now()
     output.print_table(JOB_COLUMNS, [_row(output, job, now) for job in shown])
     if more:
-        output.note(f"More: --before {shown[-1].id}")
+        output.note(f"Next page: --before {shown[-1].id}")
 
 
 def _row(output: Output, job: Job, now: datetime) -> list[str | Text]:
@@ -97,11 +97,11 @@ def _row(output: Output, job: Job, now: datetime) -> list[str | Text]:
 
 
 def took(job: Job, now: datetime) -> str:
-    """How long it ran, or has been running."""
+    """How long the job ran, or has been running."""
     began = job.started_at or (job.claimed_at if job.status is Status.COMPLETED else None)
     if began is None:
         return ""
-    return describe((job.completed_at or now) - began)
+    return format_duration((job.completed_at or now) - began)
 
 
 def _detail(job: Job, now: datetime) -> Text:
@@ -118,27 +118,28 @@ def _detail(job: Job, now: datetime) -> Text:
             return Text(f"{stopping}{job.progress} %{stage}")
         case _:
             if job.blockers:
-                return Text(f"blocked by {one_line(job.ordering_key or 'other jobs')}")
+                key = f"key {one_line(job.ordering_key)}" if job.ordering_key else "other jobs"
+                return Text(f"blocked by {key}")
             if job.run_at > now:
                 why = f": {one_line(job.last_error)}" if job.last_error else ""
                 return Text(f"due {relative(job.run_at, now)}{why}")
             return Text("")
 
 
-@click.command("show", short_help="Everything about one job.")
+@click.command("show", short_help="Show the details of a job.")
 @click.argument("job_id", metavar="ID")
 @queue_command
 def show_command(session: Session, output: Output, job_id: str) -> None:
-    """Show everything about a job: its timeline, errors, events, data and result.
+    """Show the details of a job: timeline, errors, events, data and result.
 
-    ID may be the beginning or the end of an id, if only one job's is like that.
+    ID may be the beginning or the end of an id that matches only one job.
     """
     job = session.find(job_id)
     events = session.run(session.statements.events(job.id, 0))
     if output.as_json:
         output.json(plain(job) | {"events": [_event(event) for event in events]})
         return
-    now = session.insight.now()
+    now = session.statistics.now()
     _print_heading(output, job, now)
     _print_timeline(output, job, events, now)
     _print_value(output, "data", job.data)
@@ -173,10 +174,10 @@ def _print_heading(output: Output, job: Job, now: datetime) -> None:
         ("ordering key", job.ordering_key or ""),
         ("idempotency key", job.idempotency_key or ""),
         ("request", job.request_id or ""),
-        ("kept for", describe(job.keep) if job.keep is not None else ""),
+        ("kept for", format_duration(job.keep) if job.keep is not None else ""),
     ]
     if job.cancel_requested and not job.status.is_final:
-        rows.append(("cancelling", "its worker was asked to stop it"))
+        rows.append(("cancelling", "the worker was asked to stop the job"))
     shown = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in shown)
     for name, value in shown:
@@ -186,7 +187,7 @@ def _print_heading(output: Output, job: Job, now: datetime) -> None:
 def _lease(job: Job, now: datetime) -> str:
     if job.lease_expires_at is None or job.status.is_final:
         return ""
-    verb = "runs out" if job.lease_expires_at > now else "ran out"
+    verb = "expires" if job.lease_expires_at > now else "expired"
     return f"{verb} {relative(job.lease_expires_at, now)}"
 
 
@@ -197,7 +198,7 @@ def _print_timeline(output: Output, job: Job, events: Sequence[Event], now: date
     before: datetime | None = None
     rows: list[list[str | Text]] = []
     for at, what, text in moments:
-        step = "" if before is None else f"+{describe(at - before)}"
+        step = "" if before is None else f"+{format_duration(at - before)}"
         rows.append([Text(clock(at, now), "dim"), step, Text(what, STYLES.get(what, "")), text])
         before = at
     columns = (
@@ -231,7 +232,7 @@ def _moments(job: Job, events: Sequence[Event]) -> Iterator[Moment]:
             yield event.at, "event", f"{one_line(event.kind)}{data}"
     if job.completed_at is not None:
         began = job.started_at or job.claimed_at
-        ran = "" if began is None else f"after {describe(job.completed_at - began)}"
+        ran = "" if began is None else f"after {format_duration(job.completed_at - began)}"
         yield job.completed_at, str(job.status), ran
 
 
@@ -244,21 +245,21 @@ def _print_value(output: Output, name: str, value: Any) -> None:
 
 
 def _print_errors(output: Output, job: Job, events: Sequence[Event], now: datetime) -> None:
-    told = [event for event in events if event.kind == "error" and isinstance(event.data, dict)]
+    errors = [event for event in events if event.kind == "error" and isinstance(event.data, dict)]
     shown: dict[str, int] = {}
-    for event in told:
+    for event in errors:
         output.line("")
         worker = f", {one_line(event.data['worker'])}" if event.data.get("worker") else ""
         output.line((f"error of attempt {event.attempt}", "bold red"),
                     (f"  {clock(event.at, now)}{worker}", "dim"))  # fmt: skip
         text = str(event.data.get("traceback") or event.data.get("error") or "")
         if text in shown:
-            output.line((f"(the same as that of attempt {shown[text]})", "dim"), indent=2)
+            output.line((f"(same as attempt {shown[text]})", "dim"), indent=2)
         else:
             output.block(text)
             shown[text] = event.attempt
     last = job.last_error
-    if last and not any(event.data.get("error") == last for event in told):
+    if last and not any(event.data.get("error") == last for event in errors):
         output.line("")
         output.line(("last error", "bold red"))
         output.block(last)

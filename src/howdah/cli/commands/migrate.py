@@ -1,5 +1,5 @@
-"""`howdah migrate`: brings a schema up to date, gives roles their rights, says what is missing, or prints the
-SQL."""
+"""`howdah migrate`: brings a schema up to date, grants privileges to roles, reports what is missing or altered, or
+prints the SQL."""
 
 from __future__ import annotations
 
@@ -21,32 +21,38 @@ from howdah.database.connection import (
     UndefinedObject,
 )
 from howdah.encoding import database_url
-from howdah.errors import HowdahError, InvalidOption, SchemaTooNew
+from howdah.errors import HowdahError, InvalidOption
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
-    from howdah.sql import Migration
+    from howdah.sql import TableStep
+    from howdah.sql.catalog import Difference
 
 
 @click.command("migrate")
 @database_options
-@click.option("--check", "only_check", is_flag=True, help="Change nothing; exit 1 if it is behind.")
-@click.option("--sql", "only_sql", is_flag=True, help="Print the SQL; run it by other means.")
+@click.option(
+    "--check",
+    "only_check",
+    is_flag=True,
+    help="Change nothing; exit 1 if something is missing or altered.",
+)
+@click.option("--sql", "only_sql", is_flag=True, help="Print the SQL, to run it by other means.")
 @click.option(
     "--from",
     "after",
     metavar="VERSION",
-    help="With --sql: only what is behind this version; `current` asks the database.",
+    help="With --sql: only what comes after this version; `current` reads it from the database.",
 )
-@click.option("--to", "target", type=int, metavar="VERSION", help="Go no further than this.")
+@click.option("--to", "target", type=int, metavar="VERSION", help="Stop at this version.")
 @click.option(
     "--grants",
     "asked",
     is_flag=False,
     flag_value="",
     metavar="[KIND=ROLE,…]",
-    help="Also give roles their rights; kinds are producer, worker, observer and administrator. Without "
-    "names: the roles that have some, or four group roles that are made.",
+    help="Also grant privileges to roles; kinds are producer, worker, observer and administrator. Without "
+    "names: to the roles that have some, or to four group roles that are created.",
 )
 @json_option
 def migrate_command(
@@ -61,7 +67,7 @@ def migrate_command(
 ) -> None:
     """Create the schema, or bring it up to date.
 
-    Workers of the version before may go on running meanwhile. Nothing is ever migrated back.
+    Workers of the previous version can keep running. There are no migrations backwards.
     """
     if only_check and only_sql:
         raise click.UsageError("--check and --sql exclude each other.")
@@ -71,7 +77,7 @@ def migrate_command(
         raise click.UsageError("--to goes with neither --check nor --sql.")
     if asked is not None and (only_check or target is not None):
         raise click.UsageError("--grants goes with neither --check nor --to.")
-    quote_schema(schema)  # complain about the name before anything else
+    quote_schema(schema)  # an invalid name is reported first
     grants.parse(asked or "")
     if only_sql:
         _print_sql(database, schema, after, as_json, asked)
@@ -83,15 +89,30 @@ def migrate_command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Where a schema stands."""
+    """The version of a schema, and how it differs from what its last migration left."""
 
     schema: str
     place: str
-    version: int
+    installed: migrate.Installed
+    functions_needed: bool
+    differences: list[Difference]
 
     @property
-    def pending(self) -> list[Migration]:
-        return [each for each in sql.migrations() if each.version > self.version]
+    def version(self) -> int:
+        return self.installed.version
+
+    @property
+    def pending(self) -> list[TableStep]:
+        return sql.release().pending(self.version)
+
+    @property
+    def is_current(self) -> bool:
+        return self.installed.is_current(sql.release())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `--check` finds nothing to report."""
+        return self.is_current and not self.differences
 
     def sentence(self) -> str:
         name, latest = f'Schema "{self.schema}" of {self.place}', sql.latest_version()
@@ -99,55 +120,97 @@ class State:
             return f"{name} does not exist yet; version {latest} is the newest."
         if self.version > latest:
             return f"{name} is at version {self.version}; this Howdah knows {latest}, and works with it."
-        if self.version == latest:
-            return f"{name} is at version {self.version}, up to date."
-        return f"{name} is at version {self.version}; version {latest} is the newest."
+        if self.version < latest:
+            return f"{name} is at version {self.version}; version {latest} is the newest."
+        if not self.is_current:
+            return f"{name} is at version {self.version}, with the functions of another build."
+        if self.differences:
+            return f"{name} is at version {self.version}, and was altered since."
+        return f"{name} is at version {self.version}, up to date."
+
+    def advice(self) -> list[str]:
+        """How to repair it."""
+        lines = []
+        if not self.is_current or any(each.kind == "function" for each in self.differences):
+            lines.append("Run `howdah migrate`.")
+        rest = [each for each in self.differences if each.kind != "function"]
+        statements = [f"{text};" for each in rest for text in each.repair()]
+        if statements:
+            path = f"SET search_path = {quote_schema(self.schema)};"
+            lines += [
+                "`howdah migrate` changes functions only. Run this for the rest:",
+                path,
+                *statements,
+            ]
+        others = [each for each in rest if not each.repair()]
+        if others:
+            names = ", ".join(f"{each.kind} {each.name}" for each in others)
+            lines.append(f"No statement is safe for every database here; repair by hand: {names}.")
+        return lines
 
     def facts(self) -> dict[str, object]:
         return {
             "schema": self.schema,
             "version": self.version,
             "latest": sql.latest_version(),
-            "up_to_date": not self.pending,
-            "pending": [_label(each) for each in self.pending],
+            "up_to_date": self.is_current,
+            "pending": [each.label for each in self.pending],
+            "differences": [each.facts() for each in self.differences],
         }
 
 
 def _migrate(
     database: str | None, schema: str, target: int | None, as_json: bool, asked: str | None
 ) -> None:
-    if target is not None and not 1 <= target <= sql.latest_version():
-        raise InvalidOption(
-            f"--to is {target}; this Howdah knows versions 1 to {sql.latest_version()}."
-        )
+    latest = sql.latest_version()
+    if target is not None and not 1 <= target <= latest:
+        raise InvalidOption(f"--to is {target}; this Howdah knows versions 1 to {latest}.")
     url = resolve_url(database)
     with connect(url) as conn:
-        _read_state(conn, url, schema)  # too new a schema is refused here
-        try:
-            applied = migrate.migrate(conn, schema, target=target)
-            known = None if asked is None else _grant(conn, schema, asked)
-        except LockNotAvailable as error:
-            raise HowdahError(
-                f'schema "{schema}" is in use by transactions that did not end within '
-                f"{migrate.PATIENCE:g} s. Nothing of the step was kept; run `howdah migrate` again."
-            ) from error
-        except DatabaseError as error:
-            raise _refusal(url, schema, error) from error
-        state = _read_state(conn, url, schema)
+        state = _read_state(conn, url, schema)  # a schema that is too new is refused here
+        applied, known = migrate.Applied(), None
+        if target is not None and target < latest:
+            _refuse_older(state, target)
+        else:
+            try:
+                applied = migrate.migrate(conn, schema)
+                known = None if asked is None else _grant(conn, schema, asked)
+            except LockNotAvailable as error:
+                raise HowdahError(
+                    f'schema "{schema}" is in use by transactions that did not end within '
+                    f"{migrate.RETRY_SECONDS:g} s. Nothing was changed; run `howdah migrate` again."
+                ) from error
+            except DatabaseError as error:
+                raise _refusal(url, schema, error) from error
+            state = _read_state(conn, url, schema)
     if as_json:
-        facts = state.facts() | {"applied": [_label(m) for m in applied]}
+        facts = state.facts() | {
+            "applied": [each.label for each in applied.steps],
+            "functions_replaced": applied.functions,
+        }
         click.echo(json.dumps(facts if known is None else facts | {"roles": known}))
         return
-    for each in applied:
-        click.echo(f"applied {_label(each)}")
-    click.echo(state.sentence())
+    for each in applied.steps:
+        click.echo(f"applied {each.label}")
+    if applied.functions and not applied.steps:
+        click.echo("replaced the functions")
+    _report(state)
     for kind, roles in (known or {}).items():
         click.echo(f"{kind:<13}  {', '.join(roles) or '(none)'}")
 
 
+def _refuse_older(state: State, target: int) -> None:
+    """Functions have no versions: this build can only make its newest schema."""
+    if state.version < target:
+        raise InvalidOption(
+            f"--to is {target}; this Howdah can only migrate to version {sql.latest_version()}, which its "
+            f"functions need. Run `howdah migrate` of the release whose newest version is {target}."
+        )
+
+
 def _grant(conn: Connection, schema: str, asked: str) -> dict[str, list[str]]:
     try:
-        return migrate.drive_patiently(conn, lambda: grants.steps(schema, grants.parse(asked)))
+        return migrate.drive_with_retries(conn, lambda: grants.steps(schema, grants.parse(asked)))
     except UndefinedObject as error:
         raise HowdahError(
             f"{error.diag.message_primary}; nothing was granted. Create it first, as in: CREATE ROLE "
@@ -155,9 +218,9 @@ def _grant(conn: Connection, schema: str, asked: str) -> dict[str, list[str]]:
         ) from error
     except InsufficientPrivilege as error:
         raise HowdahError(
-            f'role "{conn.info.user}" may not give rights on schema "{schema}": '
-            f"{error.diag.message_primary}; nothing was granted. Let the schema's owner do it, with "
-            "CREATEROLE where roles are to be made, or a superuser; or create the roles and name them, as "
+            f'role "{conn.info.user}" may not grant privileges on schema "{schema}": '
+            f"{error.diag.message_primary}; nothing was granted. Run it as the schema's owner, with "
+            "CREATEROLE if roles are to be created, or as a superuser; or create the roles and name them, as "
             "in --grants producer=app_web,worker=app_worker."
         ) from error
 
@@ -170,18 +233,25 @@ def _check(database: str | None, schema: str, as_json: bool) -> None:
         click.echo(json.dumps(state.facts()))
     else:
         for each in state.pending:
-            click.echo(f"missing {_label(each)}")
-        click.echo(state.sentence())
-        if state.pending:
-            click.echo("Run `howdah migrate`.")
-    click.get_current_context().exit(1 if state.pending else 0)
+            click.echo(f"missing {each.label}")
+        _report(state)
+    click.get_current_context().exit(0 if state.is_whole else 1)
+
+
+def _report(state: State) -> None:
+    for each in state.differences:
+        click.echo(str(each))
+    click.echo(state.sentence())
+    for line in state.advice():
+        click.echo(line)
 
 
 def _print_sql(
     database: str | None, schema: str, after: str | None, as_json: bool, asked: str | None
 ) -> None:
-    version = _starting_version(database, schema, after)
-    text = migrate.full_script(schema, version)
+    version, functions_needed = _starting_point(database, schema, after)
+    needed = functions_needed or bool(sql.release().pending(version))
+    text = migrate.full_script(schema, version) if needed else ""
     if asked is not None:
         text += f"\nBEGIN;\n{grants.script(schema, grants.parse(asked))}COMMIT;\n"
     if as_json:
@@ -191,37 +261,41 @@ def _print_sql(
     return click.echo(text, nl=False)
 
 
-def _starting_version(database: str | None, schema: str, after: str | None) -> int:
+def _starting_point(database: str | None, schema: str, after: str | None) -> tuple[int, bool]:
+    """The version to start from, and whether the functions are needed although no step is pending."""
     if after is None:
-        return 0
+        return 0, False
     if after == "current":
         url = resolve_url(database)
         with connect(url) as conn:
-            return _read_state(conn, url, schema).version
+            state = _read_state(conn, url, schema)
+        return state.version, state.functions_needed
     if not after.isdecimal():
         raise InvalidOption(f'--from is "{after}"; it must be a version number or `current`.')
-    return int(after)
+    return int(after), False
 
 
 def _read_state(conn: Connection, url: str, schema: str) -> State:
     try:
-        version, oldest_code = migrate.drive(conn, migrate.current_version(schema))
+        installed, functions_needed, found = migrate.drive(conn, migrate.inspect(schema))
     except DatabaseError as error:
         raise _refusal(url, schema, error) from error
-    if oldest_code > sql.latest_version():
-        raise SchemaTooNew(schema, version, sql.latest_version())
-    return State(schema=schema, place=database_url.redact(url), version=version)
+    return State(
+        schema=schema,
+        place=database_url.redact(url),
+        installed=installed,
+        functions_needed=functions_needed,
+        differences=found,
+    )
 
 
 def _refusal(url: str, schema: str, error: DatabaseError) -> HowdahError:
     if isinstance(error, ConnectionFailed) and (error.sqlstate or "08")[:2] in {"08", "57"}:
         return unreachable(url, error)
     reason = error.diag.message_primary or str(error)
-    return HowdahError(
-        f'the database refused to migrate schema "{schema}": {reason}. Nothing of that step was '
-        "kept. Let a role with the rights run `howdah migrate`, or apply what `howdah migrate --sql` prints."
+    advice = error.diag.message_hint or (
+        "Run `howdah migrate` as a role with the privileges, or run what `howdah migrate --sql` prints."
     )
-
-
-def _label(migration: Migration) -> str:
-    return f"{migration.version:04}_{migration.name}"
+    return HowdahError(
+        f'the database refused to migrate schema "{schema}": {reason}. Nothing was changed. {advice}'
+    )

@@ -1,7 +1,7 @@
-"""`howdah retry`, `cancel`, `rm`, `recover` and `clear`: what an operator does to jobs.
+"""`howdah retry`, `cancel`, `rm`, `recover` and `clear`: commands that change jobs.
 
-Jobs are named by id or by conditions. By conditions the command says how many it means and asks first, and
-then goes through them batch by batch, the oldest first."""
+Jobs are selected by ids or by conditions. With conditions, the command prints how many jobs match and asks
+for confirmation, then changes them in batches, the oldest first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from howdah.cli.session import Command, queue_command
 from howdah.cli.values import Duration, Misuse, StatusName, where_option
 from howdah.errors import HowdahError
-from howdah.insight.explain import describe
+from howdah.insight.durations import format_duration
 from howdah.insight.filters import any_of
 from howdah.model import Status
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from howdah.cli.session import Session
     from howdah.insight.filters import Condition
 
-BATCH = 500
+BATCH_JOBS = 500
 LIVE = (Status.PENDING, Status.CLAIMED, Status.RUNNING)
 FINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """Something that is done to many jobs. `act` gives what became of each id that it was done to."""
+    """A change to many jobs. `act` returns the outcome for each id that it changed."""
 
     name: str
     done: str
@@ -62,29 +62,36 @@ RETRY = Verb(
     done="retried",
     allowed=FINAL,
     default=(Status.FAILED, Status.CANCELLED),
-    refusal="it has not ended",
+    refusal="it is not finished",
     act=_retry,
 )
 CANCEL = Verb(
-    name="cancel", done="cancelled", allowed=LIVE, default=LIVE, refusal="it has ended", act=_cancel
+    name="cancel",
+    done="cancelled",
+    allowed=LIVE,
+    default=LIVE,
+    refusal="it is finished",
+    act=_cancel,
 )
 REMOVE = Verb(
     name="remove",
     done="removed",
     allowed=FINAL,
     default=FINAL,
-    refusal="it has not ended; cancel it first",
+    refusal="it is not finished; cancel it first",
     act=_remove,
 )
 
 
 def _on_jobs(function: Callable[..., Any]) -> Command:
-    """The arguments of a command that does something to jobs."""
+    """The arguments of a command that changes jobs."""
 
     @click.argument("ids", metavar="[ID]...", nargs=-1)
     @where_option
-    @click.option("--dry-run", is_flag=True, help="Change nothing; say which jobs it would be.")
-    @click.option("--yes", is_flag=True, help="Do not ask.")
+    @click.option(
+        "--dry-run", is_flag=True, help="Change nothing; print the jobs that would change."
+    )
+    @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
     @queue_command
     @functools.wraps(function)
     def command(*arguments: Any, **options: Any) -> Any:
@@ -93,27 +100,27 @@ def _on_jobs(function: Callable[..., Any]) -> Command:
     return command
 
 
-@click.command("retry", short_help="Reopen finished jobs.")
+@click.command("retry", short_help="Run finished jobs again.")
 @_on_jobs
 def retry_command(session: Session, output: Output, **which: Any) -> None:
-    """Reopen finished jobs, under their own ids and with no attempts used.
+    """Run finished jobs again. They keep their ids, and their attempts start at zero.
 
-    With --where only failed and cancelled jobs are meant, unless a condition names the status.
+    --where selects only failed and cancelled jobs, unless a condition names the status.
     """
     _apply(RETRY, session, output, **which)
 
 
-@click.command("cancel", short_help="Cancel jobs, waiting or running.")
+@click.command("cancel", short_help="Cancel waiting and running jobs.")
 @_on_jobs
 def cancel_command(session: Session, output: Output, **which: Any) -> None:
-    """Cancel jobs. One that runs is stopped by its worker, who is told at once."""
+    """Cancel waiting and running jobs. The worker of a running job is notified, and stops it."""
     _apply(CANCEL, session, output, **which)
 
 
 @click.command("rm", short_help="Delete finished jobs.")
 @_on_jobs
 def rm_command(session: Session, output: Output, **which: Any) -> None:
-    """Delete finished jobs and their events. One that waits or runs must be cancelled first."""
+    """Delete finished jobs and their events. Cancel a waiting or running job first."""
     _apply(REMOVE, session, output, **which)
 
 
@@ -127,9 +134,9 @@ def _apply(
     yes: bool,
 ) -> None:
     if bool(ids) == bool(conditions):
-        raise Misuse("name jobs by their ids, or by --where; one of the two.")
+        raise Misuse("name jobs either by their ids or with --where.")
     if dry_run and yes:
-        raise Misuse("--dry-run and --yes exclude each other.")
+        raise Misuse("--dry-run and --yes cannot be used together.")
     if ids:
         _apply_to_ids(verb, session, output, ids, dry_run=dry_run)
     else:
@@ -137,20 +144,22 @@ def _apply(
 
 
 def _apply_to_ids(
-    verb: Verb, session: Session, output: Output, pieces: Sequence[str], *, dry_run: bool
+    verb: Verb, session: Session, output: Output, parts: Sequence[str], *, dry_run: bool
 ) -> None:
-    jobs = {job.id: job for job in [session.find(piece) for piece in pieces]}
+    jobs = {job.id: job for job in [session.find(part) for part in parts]}
     possible = [job.id for job in jobs.values() if job.status in verb.allowed]
     done = dict.fromkeys(possible, f"would be {verb.done}")
     if not dry_run:
         done = verb.act(session, possible) if possible else {}
     for job_id, job in jobs.items():
-        _tell(output, verb, job_id, done.get(job_id), job.status)
+        _print_outcome(output, verb, job_id, done.get(job_id), job.status)
     if len(done) < len(jobs):
         click.get_current_context().exit(1)
 
 
-def _tell(output: Output, verb: Verb, job_id: UUID, outcome: str | None, status: Status) -> None:
+def _print_outcome(
+    output: Output, verb: Verb, job_id: UUID, outcome: str | None, status: Status
+) -> None:
     if output.as_json:
         output.json({"id": job_id, "outcome": outcome or "refused", "status": status})
     elif outcome is None:
@@ -173,8 +182,8 @@ def _apply_where(
 ) -> None:
     names_status = any(condition.name == "status" for condition in conditions)
     statuses = verb.allowed if names_status else verb.default
-    meant = [*conditions, any_of("status", [str(status) for status in statuses])]
-    count, newest = session.search.count(meant)
+    selected = [*conditions, any_of("status", [str(status) for status in statuses])]
+    count, newest = session.search.count(selected)
     jobs = "job" if count == 1 else "jobs"
     if dry_run or newest is None:
         if output.as_json:
@@ -183,21 +192,21 @@ def _apply_where(
             output.line(f"No job that could be {verb.done} matches.")
         else:
             output.line(f"{count:,} {jobs} would be {verb.done}.")
-            for job in session.search.jobs(meant, 10):
+            for job in session.search.jobs(selected, 10):
                 output.line(f"{job.id}  {job.status}  ", job.job_type, indent=2)
             if count > 10:
                 output.line(f"{output.sign('more')} and {count - 10:,} more", indent=2)
         return
     if not yes and not click.confirm(f"{verb.name.capitalize()} {count:,} {jobs}?", err=True):
-        raise HowdahError("nothing was changed.")
-    done = _in_batches(verb, session, output, meant, newest, count)
+        raise HowdahError("no job was changed.")
+    done = _act_in_batches(verb, session, output, selected, newest, count)
     if output.as_json:
         output.json({"matched": count, verb.done: done, "dry_run": False})
     else:
         output.line(f"{done:,} {'job' if done == 1 else 'jobs'} {verb.done}.")
 
 
-def _in_batches(
+def _act_in_batches(
     verb: Verb,
     session: Session,
     output: Output,
@@ -208,7 +217,7 @@ def _in_batches(
     done = 0
     with _progress(output) as progress:
         task = progress.add_task(verb.name, total=count)
-        for ids in session.search.batches(conditions, newest, BATCH):
+        for ids in session.search.batches(conditions, newest, BATCH_JOBS):
             done += len(verb.act(session, ids))
             progress.advance(task, len(ids))
     return done
@@ -226,24 +235,24 @@ def _progress(output: Output) -> Progress:
     )
 
 
-@click.command("recover", short_help="Return the jobs of vanished workers now.")
+@click.command("recover", short_help="Recover the jobs of crashed workers now.")
 @click.option("--timeout", type=Duration(), metavar="DURATION",
-              help="Also jobs claimed longer ago than this, whatever their workers say.")  # fmt: skip
+              help="Also jobs claimed longer ago than this, even if their lease is valid.")  # fmt: skip
 @queue_command
 def recover_command(session: Session, output: Output, timeout: timedelta | None) -> None:
-    """Return the jobs of vanished workers to their queues now.
+    """Return the jobs of crashed workers to their queues now.
 
-    Workers do this by themselves every two seconds. Without --timeout only jobs whose lease has run out
-    are meant; with it a live worker may lose a job that it is still running.
+    Workers do this automatically every two seconds. Without --timeout, only jobs with an expired lease are
+    recovered. With it, a live worker may lose a job that it is still running.
     """
     recovered = 0
     with _progress(output) as progress:
         task = progress.add_task("recover", total=None)
         while True:
-            found = session.run(session.statements.recover_stale_jobs(timeout, BATCH))
+            found = session.run(session.statements.recover_stale_jobs(timeout, BATCH_JOBS))
             recovered += found
             progress.advance(task, found)
-            if found < BATCH:
+            if found < BATCH_JOBS:
                 break
     if output.as_json:
         output.json({"recovered": recovered})
@@ -251,22 +260,22 @@ def recover_command(session: Session, output: Output, timeout: timedelta | None)
         output.line(f"{recovered:,} {'job' if recovered == 1 else 'jobs'} recovered.")
 
 
-@click.command("clear", short_help="Delete finished jobs before their time.")
+@click.command("clear", short_help="Delete finished jobs before their retention ends.")
 @click.option("--older-than", type=Duration(), required=True, metavar="DURATION",
-              help="Those that ended longer ago than this, as in 7d.")  # fmt: skip
+              help="Only jobs that ended longer ago than this, as in 7d.")  # fmt: skip
 @click.option("--status", "statuses", type=StatusName(), multiple=True,
-              help="Only completed, failed or cancelled ones. May be repeated.")  # fmt: skip
+              help="Only completed, failed or cancelled jobs. May be repeated.")  # fmt: skip
 @queue_command
 def clear_command(
     session: Session, output: Output, older_than: timedelta, statuses: Sequence[Status]
 ) -> None:
     """Delete finished jobs before their retention ends.
 
-    Workers delete what is past its retention by themselves.
+    Workers automatically delete jobs whose retention has ended.
     """
     for status in statuses:
         if status not in FINAL:
-            raise Misuse(f"a {status} job has not ended; there are {', '.join(FINAL)}.")
+            raise Misuse(f"a {status} job is not finished; use {', '.join(FINAL)}.")
     statement = session.statements.clear_finished(older_than, statuses or FINAL)
     with _progress(output) as progress:
         progress.add_task("clear", total=None)
@@ -276,4 +285,4 @@ def clear_command(
     else:
         which = " or ".join(statuses) or "finished"
         output.line(f"{cleared:,} {which} {'job' if cleared == 1 else 'jobs'} older than "
-                    f"{describe(older_than)} cleared.")  # fmt: skip
+                    f"{format_duration(older_than)} cleared.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""`howdah skill`: puts the agent skill where a coding agent looks for it, and takes it away again."""
+"""`howdah skill`: installs the agent skill where a coding agent finds it, and removes it."""
 
 from __future__ import annotations
 
@@ -10,192 +10,158 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from howdah import __version__
+from howdah import skill as skill_files
 from howdah.cli.options import json_option
-from howdah.errors import HowdahError
-from howdah.skill import NAME, SOURCE, Action, Change, Copy, shipped_files
+from howdah.errors import HowdahError, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-HOMES = {"claude": ".claude", "cursor": ".cursor", "openclaw": ".openclaw"}
-COLOURS = {
-    Action.ADDED: "green",
-    Action.UPDATED: "green",
-    Action.OVERWRITTEN: "red",
-    Action.REMOVED: "red",
-    Action.KEPT: "yellow",
-}
+    from howdah.skill import Change
+
+NAME = skill_files.NAME
+AGENTS = {"claude": ".claude", "cursor": ".cursor", "openclaw": ".openclaw"}
+COLOURS = {"added": "green", "updated": "green", "overwritten": "red", "removed": "red"}
 OPENCLAW_NOTE = (
-    "OpenClaw itself looks into skills/ of its workspace. Name .openclaw/skills in its setting "
+    "OpenClaw reads the skills/ directory of its workspace. Add .openclaw/skills to its setting "
     "skills.load.extraDirs, or install with --dir skills."
 )
 
 
-def place_options(command: Any) -> Any:
-    """Which copy a command is about."""
-    options: list[Callable[[Any], Any]] = [
-        click.option("--agent", type=click.Choice(list(HOMES)), help="Whose skill.  [default: claude]"),
+def copy_options(command: Any) -> Any:
+    """Which copy a command changes, and how."""
+    options = [
+        click.option("--agent", type=click.Choice(list(AGENTS)), help="The agent.  [default: claude]"),
         click.option("--project", is_flag=True, help="In this directory instead of your home."),
-        click.option(
-            "--dir",
-            "directory",
-            type=click.Path(path_type=Path, file_okay=False),
-            help=f"A folder of skills, for any other agent; {NAME} is made in it.",
-        ),
+        click.option("--dir", "parent", type=click.Path(path_type=Path, file_okay=False),
+                     help=f"The skills directory of any other agent; {NAME} is created in it."),
+        click.option("--force", is_flag=True, help="Also overwrite or remove edited files."),
+        click.option("--dry-run", is_flag=True, help="Change nothing; print what would be done."),
+        json_option,
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
     return command
 
 
-@click.group()
+@click.group(short_help="Install the skill for coding agents.")
 def skill() -> None:
     """The skill that teaches a coding agent to set up and use Howdah."""
 
 
 @skill.command()
-@place_options
-@click.option("--force", is_flag=True, help="Also overwrite files that were edited.")
-@click.option("--dry-run", is_flag=True, help="Change nothing; say what would be done.")
-@json_option
+@copy_options
 def install(
-    agent: str | None,
-    project: bool,
-    directory: Path | None,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
+    agent: str | None, project: bool, parent: Path | None, force: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Install the skill, or bring a copy up to date.
 
-    It goes to skills/postgres-job-queue in .claude, .cursor or .openclaw of your home directory, or with
-    --project of this one. Claude Code and Cursor read both places. OpenClaw reads the one in your home;
-    in a project it reads skills/ of its workspace, so there use --dir skills.
+    The copy is skills/postgres-job-queue in .claude, .cursor or .openclaw of your home directory, or with
+    --project of this directory. Claude Code and Cursor read both. OpenClaw reads the one in your home; in
+    a project it reads the skills/ directory of its workspace, so use --dir skills there.
 
-    Over an older copy, the differences are shown. Files that were edited since they were installed are
+    The differences to an older copy are printed. Files that were edited since they were installed are
     kept, unless --force is given.
     """
-    copy = Copy(_place(agent, project, directory))
-    with _in_words(copy):
-        changes = copy.plan(force=force) if dry_run else copy.install(__version__, force=force)
+    directory = _directory(agent, project, parent)
+    with _os_errors(directory):
+        changes = skill_files.install(directory, __version__, force=force, dry_run=dry_run)
     if as_json:
-        return _print_json(copy, changes, dry_run)
+        return _print_json(directory, changes, dry_run)
     _print_changes(changes)
-    kept = sum(change.action is Action.KEPT for change in changes)
-    if kept:
-        click.echo(f"Kept what you edited ({kept} files); --force overwrites it.")
+    if kept := sum(change.action == "kept" for change in changes):
+        them = "it" if kept == 1 else "them"
+        click.echo(f"Kept {counted(kept, 'edited file')}; --force overwrites {them}.")
     state = "Nothing was written" if dry_run else f"Version {__version__} is installed"
-    click.echo(f"{state}: {copy.directory}")
+    click.echo(f"{state}: {directory}")
     if agent == "openclaw" and project:
         click.echo(OPENCLAW_NOTE)
     return None
 
 
 @skill.command()
-@place_options
-@click.option("--force", is_flag=True, help="Also remove files that were edited.")
-@click.option("--dry-run", is_flag=True, help="Change nothing; say what would be done.")
-@json_option
+@copy_options
 def uninstall(
-    agent: str | None,
-    project: bool,
-    directory: Path | None,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
+    agent: str | None, project: bool, parent: Path | None, force: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Remove a copy, except for files that were edited or added."""
-    copy = Copy(_place(agent, project, directory))
-    if not copy.directory.exists():
-        raise HowdahError(f"the skill is not installed in {copy.directory}.")
-    with _in_words(copy):
-        changes = copy.plan_removal(force=force) if dry_run else copy.uninstall(force=force)
+    directory = _directory(agent, project, parent)
+    if not directory.exists():
+        raise HowdahError(f"the skill is not installed in {directory}.")
+    with _os_errors(directory):
+        changes = skill_files.uninstall(directory, force=force, dry_run=dry_run)
     if as_json:
-        return _print_json(copy, changes, dry_run)
+        return _print_json(directory, changes, dry_run)
     _print_changes(changes)
-    if copy.directory.exists():
-        return click.echo(f"{'Nothing was removed' if dry_run else 'Left'}: {copy.directory}")
-    return click.echo(f"Removed {copy.directory}")
+    left = "Nothing was removed" if dry_run else "Kept"
+    return click.echo(f"{left if directory.exists() else 'Removed'}: {directory}")
 
 
 @skill.command()
 @json_option
 def path(as_json: bool) -> None:
-    """Print where Howdah's own copy of the skill is."""
-    if as_json:
-        return click.echo(json.dumps({"path": str(SOURCE), "files": list(shipped_files())}))
-    return click.echo(str(SOURCE))
+    """Print the directory of the skill in the howdah package."""
+    source = str(skill_files.SOURCE)
+    files = list(skill_files.shipped_files())
+    click.echo(json.dumps({"path": source, "files": files}) if as_json else source)
 
 
-@skill.command("list")
+@skill.command("list", short_help="List where the skill is installed.")
 @json_option
 def list_command(as_json: bool) -> None:
-    """List the places of the agents, and what is there."""
-    places = [
-        {"agent": agent, "project": project, "directory": str(place), "state": _state(Copy(place))}
-        for agent, project, place in _places()
-    ]
+    """List the directories of the agents, and whether the skill is installed there."""
+    copies = []
+    for agent in AGENTS:
+        for project in (False, True):
+            place = _directory(agent, project, None)
+            row = {"agent": agent, "project": project, "directory": str(place)}
+            copies.append(row | {"state": _state(place)})
     if as_json:
-        return click.echo(json.dumps(places))
-    for each in places:
-        click.echo(f"{each['agent']:<9} {each['state']:<14} {each['directory']}")
+        return click.echo(json.dumps(copies))
+    for copy in copies:
+        click.echo(f"{copy['agent']:<9} {copy['state']:<14} {copy['directory']}")
     return None
 
 
-def _places() -> Iterator[tuple[str, bool, Path]]:
-    for agent in HOMES:
-        for project in (False, True):
-            yield agent, project, _place(agent, project, None)
-
-
-def _place(agent: str | None, project: bool, directory: Path | None) -> Path:
-    if directory is None:
-        home = Path.cwd() if project else Path.home()
-        return home / HOMES[agent or "claude"] / "skills" / NAME
+def _directory(agent: str | None, project: bool, parent: Path | None) -> Path:
+    if parent is None:
+        base = Path.cwd() if project else Path.home()
+        return base / AGENTS[agent or "claude"] / "skills" / NAME
     if agent is not None or project:
-        raise click.UsageError("--dir goes with neither --agent nor --project.")
-    directory = directory.expanduser().absolute()
-    return directory if directory.name == NAME else directory / NAME
+        raise click.UsageError("--dir cannot be used with --agent or --project.")
+    parent = parent.expanduser().absolute()
+    return parent if parent.name == NAME else parent / NAME
 
 
-def _state(copy: Copy) -> str:
-    if not copy.exists():
+def _state(directory: Path) -> str:
+    if not (directory / "SKILL.md").is_file():
         return "not installed"
-    with _in_words(copy):
-        actions = {change.action for change in copy.plan()}
-    if Action.KEPT in actions:
-        return "edited"
-    return "up to date" if actions == {Action.SAME} else "outdated"
+    with _os_errors(directory):
+        changes = skill_files.install(directory, __version__, dry_run=True)
+    actions = {change.action for change in changes}
+    return "edited" if "kept" in actions else "up to date" if actions == {"same"} else "outdated"
 
 
 @contextlib.contextmanager
-def _in_words(copy: Copy) -> Iterator[None]:
-    """The system's refusals as sentences."""
+def _os_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = error.filename or copy.directory
+        where = error.filename or directory
         raise HowdahError(f"cannot use {where}: {error.strerror}.") from error
 
 
 def _print_changes(changes: Sequence[Change]) -> None:
     for change in changes:
-        if change.action is Action.SAME:
-            continue
-        click.echo(f"{click.style(change.action, fg=COLOURS[change.action])} {change.path}")
+        if change.action != "same":
+            colour = COLOURS.get(change.action, "yellow")
+            click.echo(f"{click.style(change.action, fg=colour)} {change.path}")
         if change.diff:
             click.echo(change.diff)
 
 
-def _print_json(copy: Copy, changes: Sequence[Change], dry_run: bool) -> None:
-    files = [
-        {"path": change.path, "action": change.action, "diff": change.diff} for change in changes
-    ]
-    facts = {
-        "skill": NAME,
-        "version": __version__,
-        "directory": str(copy.directory),
-        "dry_run": dry_run,
-        "files": files,
-    }
-    click.echo(json.dumps(facts))
+def _print_json(directory: Path, changes: Sequence[Change], dry_run: bool) -> None:
+    click.echo(json.dumps({
+        "skill": NAME, "version": __version__, "directory": str(directory), "dry_run": dry_run,
+        "files": [change._asdict() for change in changes],
+    }))  # fmt: skip

@@ -1,4 +1,4 @@
-"""`howdah worker`: runs the tasks of an app until it is told to stop."""
+"""`howdah worker`: runs the tasks of an app until it receives a signal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAST_PATIENCE = 8.0
+FORCED_EXIT_SECONDS = 8.0
 
 
-@click.command("worker")
+@click.command("worker", short_help="Run the tasks of an app.")
 @click.argument("app_name", metavar="MODULE:APP")
 @click.option("--concurrency", type=click.IntRange(1, 10_000), default=CONCURRENCY, show_default=True,
-              help="How many jobs run at once in a process.")  # fmt: skip
+              help="How many jobs run at once in each process.")  # fmt: skip
 @click.option(
     "--queues", help="Only these queues, separated by commas.  [default: those of the tasks]"
 )
@@ -41,16 +41,18 @@ LAST_PATIENCE = 8.0
 @click.option("--grace", type=click.FloatRange(0), default=GRACE, show_default=True,
               help="Seconds to wait for running jobs when stopping.")  # fmt: skip
 @click.option(
-    "--reload", is_flag=True, help="Start anew when a .py file below this directory changes."
+    "--reload", is_flag=True, help="Restart when a .py file in or below this directory changes."
 )
 @click.option("--health-port", type=click.IntRange(0, 65535),
-              help="Serve /live and /ready here; with --processes, on this port and those after it.")  # fmt: skip
+              help="Serve /live and /ready on this port; with --processes, also on those after it.")  # fmt: skip
 @click.option(
-    "--health-host", default="127.0.0.1", show_default=True, help="Where to serve health."
+    "--health-host", default="127.0.0.1", show_default=True, help="The address for --health-port."
 )
-@click.option("--log-json", "--json", "log_json", is_flag=True, help="Log one JSON object a line.")
+@click.option(
+    "--log-json", "--json", "log_json", is_flag=True, help="Log one JSON object per line."
+)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
-              show_default=True, help="What to log.")  # fmt: skip
+              show_default=True, help="The least severe level to log.")  # fmt: skip
 def worker_command(
     app_name: str,
     concurrency: int,
@@ -65,8 +67,8 @@ def worker_command(
 ) -> None:
     """Run the tasks of an app, named as MODULE:APP.
 
-    SIGTERM or Ctrl-C stops it gracefully: it claims no more, gives back what has not started, and waits
-    for what runs. A second one stops it at once.
+    SIGTERM or Ctrl-C stops the worker gracefully: it claims no more jobs, releases those that have not
+    started, and waits for running jobs. A second signal stops it at once.
     """
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     set_up_logging(log_level, as_json=log_json, colour=colour)
@@ -74,7 +76,7 @@ def worker_command(
     names = _names(queues)
     if reload or processes > 1:
         if not reload:
-            load_app(app_name)  # a wrong name is told once, by us, and not for ever by the children
+            load_app(app_name)  # report a wrong name once, here, not from each restarted child
         common = ["worker", app_name, "--concurrency", str(concurrency), "--grace", str(grace)]
         common += ["--log-level", log_level]
         common += ["--queues", ",".join(names)] if names else []
@@ -87,13 +89,11 @@ def worker_command(
     app = load_app(app_name)
     worker = Worker(app, queues=names, concurrency=concurrency, grace=grace)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_live(worker, health_host, health_port, supervised))
+        runner.run(_run(worker, health_host, health_port, supervised))
 
 
-async def _live(
-    worker: Worker, health_host: str, health_port: int | None, supervised: bool
-) -> None:
-    _heed_signals(worker, supervised)
+async def _run(worker: Worker, health_host: str, health_port: int | None, supervised: bool) -> None:
+    _handle_signals(worker, supervised)
     status = 1
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -104,33 +104,33 @@ async def _live(
     except HowdahError:
         raise
     except Exception:
-        logger.critical("the worker failed", exc_info=True)
+        logger.critical("worker failed", exc_info=True)
         raise SystemExit(status) from None
     finally:
         if worker.abandoned:
-            # Handlers that do not listen still run; their jobs were given back.
+            # Handlers that ignored the cancellation still run; their jobs were released.
             logger.warning("handlers did not stop", extra={"handlers": worker.abandoned})
             logging.shutdown()
             sys.stdout.flush()
             os._exit(status)
 
 
-def _heed_signals(worker: Worker, supervised: bool) -> None:
+def _handle_signals(worker: Worker, supervised: bool) -> None:
     loop = asyncio.get_running_loop()
     seen: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
         if supervised and number == signal.SIGTERM and seen:
-            return  # the service manager's and the supervisor's: one and the same
+            return  # sent by both the service manager and the supervisor: it counts once
         seen.append(number)
         if len(seen) > 1:
-            # At once, whatever keeps the loop busy.
-            deadline = threading.Timer(LAST_PATIENCE, os._exit, (1,))
-            deadline.daemon = True
-            deadline.start()
+            # Exit even if something blocks the event loop.
+            timer = threading.Timer(FORCED_EXIT_SECONDS, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
         loop.call_soon_threadsafe(worker.stop)
 
-    # Not the loop's own handlers: a task that blocks the loop would keep them from being called.
+    # Not `loop.add_signal_handler`: its handlers do not run while a task blocks the loop.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
 
@@ -140,14 +140,14 @@ def _names(queues: str | None) -> list[str] | None:
         return None
     names = [name.strip() for name in queues.split(",") if name.strip()]
     if not names:
-        raise click.BadParameter("it names no queue.", param_hint="--queues")
+        raise click.BadParameter("name at least one queue.", param_hint="--queues")
     return names
 
 
 def _health_options(host: str, port: int | None, number: int) -> list[str]:
     if port is None:
         return []
-    # 0 stands for any free port, for every child.
+    # Port 0 means any free port, for every child.
     return ["--health-host", host, "--health-port", str(port and port + number)]
 
 

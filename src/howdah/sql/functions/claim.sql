@@ -1,0 +1,201 @@
+-- Claim due jobs under a lease.
+--
+-- Owns the change from pending to claimed. Promises: one live lease per job (P3), order by priority and due
+-- time (P7), a cost that does not grow with the backlog (P10).
+--
+-- The planner is pinned. With a generic plan or stale statistics it would hash or sort the whole table. The
+-- plan is always the generic one: planning each claim would take longer than most claims take.
+
+-- First checks every lane for a due job, then takes jobs from the lanes that have one, best lane first.
+-- Filtering by type after the sort would make a backlog of one type slow down every other type.
+--
+-- A claim starts at the lane's head (see lanes.sql). For each job taken there is a chance of one in a
+-- thousand that it raises the head to the first job that the check saw. Not to the first job it took:
+-- another worker's jobs may be requeued. This needs no state and writes few versions of the lane's row.
+-- p_ignore_heads is for a worker that received a notification of a job older than the margin (decision
+-- 0017).
+CREATE OR REPLACE FUNCTION claim_job_batch(
+    p_worker_id text,
+    p_job_types text[] DEFAULT NULL,
+    p_batch_size int DEFAULT 10,
+    p_lease interval DEFAULT '30 seconds',
+    p_queues text[] DEFAULT '{default}',
+    p_started boolean DEFAULT false,
+    p_ignore_heads boolean DEFAULT false)
+RETURNS SETOF jobs
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET plan_cache_mode = force_generic_plan
+AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_lease_id uuid := gen_random_uuid();
+    v_left int := validate_claim(p_worker_id, p_batch_size, p_lease);
+    v_claimed int;
+    v_lane record;
+    v_head timestamptz;
+    v_types jsonb;
+BEGIN
+    IF cardinality(p_job_types) > 20 THEN
+        -- Each lane would search the array linearly: with many types, use an object as a hash table.
+        v_types := (SELECT jsonb_object_agg(t, 1) FROM unnest(p_job_types) AS t);
+    END IF;
+    FOR v_lane IN
+        SELECT l.queue, l.job_type, l.priority, l.head_at, first.run_at AS first_seen
+        FROM lanes AS l
+        CROSS JOIN LATERAL (
+            SELECT j.run_at
+            FROM live_jobs AS j
+            WHERE j.status = 'pending' AND j.blockers = 0
+              AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
+              AND j.run_at >= CASE WHEN p_ignore_heads THEN '-infinity' ELSE l.head_at END
+              AND j.run_at <= v_now
+            ORDER BY j.run_at, j.id
+            LIMIT 1) AS first
+        WHERE l.queue = ANY (p_queues)
+          AND (p_job_types IS NULL
+               OR CASE WHEN v_types IS NULL THEN l.job_type = ANY (p_job_types)
+                       ELSE v_types ? l.job_type END)
+        ORDER BY l.priority DESC, first.run_at
+    LOOP
+        RETURN QUERY
+        WITH claimed AS (
+            UPDATE live_jobs AS j
+            SET status = 'claimed',
+                worker_id = left(p_worker_id, 100),
+                lease_id = v_lease_id,
+                lease_expires_at = v_now + p_lease,
+                claims = j.claims + 1,
+                attempts = j.attempts + 1,
+                claimed_at = v_now,
+                started_at = CASE WHEN p_started THEN v_now END,
+                progress = 0,
+                current_stage = NULL
+            WHERE j.id = ANY (ARRAY (
+                SELECT p.id
+                FROM live_jobs AS p
+                WHERE p.status = 'pending' AND p.blockers = 0
+                  AND p.queue = v_lane.queue AND p.job_type = v_lane.job_type
+                  AND p.priority = v_lane.priority
+                  AND p.run_at >= v_lane.first_seen
+                  AND p.run_at <= v_now
+                  AND p.attempts < p.max_attempts
+                ORDER BY p.run_at, p.id
+                LIMIT v_left
+                FOR UPDATE SKIP LOCKED))
+            RETURNING j.*)
+        SELECT t.id, t.seq, t.queue::text, t.job_type::text, t.priority::int,
+               CASE WHEN p_started THEN 'running' ELSE t.status END,
+               t.data::jsonb, t.progress, t.current_stage, t.events_count,
+               t.worker_id, t.lease_id, t.lease_expires_at, t.claims, t.claimed_at,
+               t.run_at::timestamptz, t.created_at, t.started_at, NULL::timestamptz,
+               t.attempts, t.max_attempts::int, t.last_error, t.request_id::text, t.traceparent::text,
+               t.idempotency_key::text, t.ordering_key::text, t.holds_key, t.blockers, t.cancel_requested,
+               t.keep::interval, NULL::jsonb
+        FROM claimed AS t
+        ORDER BY t.run_at, t.id;
+        GET DIAGNOSTICS v_claimed = ROW_COUNT;
+        -- Only raised: a requeued job is due at the head or later, not before it.
+        v_head := least(v_lane.first_seen, v_now - head_margin());
+        IF random() * 1000 < v_claimed AND v_head > v_lane.head_at THEN
+            PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at, v_head);
+        END IF;
+        v_left := v_left - v_claimed;
+        EXIT WHEN v_left = 0;
+    END LOOP;
+END $$;
+
+-- Raises if the parameters of a claim are invalid. Returns the batch size, so that a claim can check them
+-- in an expression and needs no extra statement (decision 0024).
+CREATE OR REPLACE FUNCTION validate_claim(p_worker_id text, p_batch_size int, p_lease interval) RETURNS int
+LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT
+AS $$
+BEGIN
+    IF coalesce(p_worker_id, '') = '' THEN
+        RAISE EXCEPTION 'p_worker_id is empty: name the worker that claims'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF p_batch_size IS NULL OR p_batch_size NOT BETWEEN 1 AND 10000 THEN
+        RAISE EXCEPTION 'p_batch_size is %: it must be between 1 and 10000', p_batch_size
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF p_lease IS NULL OR p_lease <= interval '0' OR p_lease > interval '30 days' THEN
+        RAISE EXCEPTION 'p_lease is %: it must be positive and at most 30 days', p_lease
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    RETURN p_batch_size;
+END $$;
+
+-- The due time of the first job in these lanes that is due after p_after, so that no worker sleeps past it.
+-- The default includes jobs that became due in the last 100 ms: the claim before may have missed them.
+CREATE OR REPLACE FUNCTION next_due_at(
+    p_job_types text[] DEFAULT NULL,
+    p_queues text[] DEFAULT '{default}',
+    p_after timestamptz DEFAULT NULL)
+RETURNS timestamptz
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET plan_cache_mode = force_generic_plan
+AS $$
+BEGIN RETURN (
+    SELECT min(first.run_at)
+    FROM lanes AS l
+    CROSS JOIN LATERAL (
+        SELECT j.run_at
+        FROM live_jobs AS j
+        WHERE j.status = 'pending' AND j.blockers = 0
+          AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
+          AND j.run_at > coalesce(p_after, statement_timestamp() - interval '100 milliseconds')
+        ORDER BY j.run_at, j.id
+        LIMIT 1) AS first
+    WHERE l.queue = ANY (p_queues)
+      AND (p_job_types IS NULL OR l.job_type = ANY (p_job_types)));
+END $$;
+
+-- Enqueues one job and claims it in the same transaction, so that the calling process runs it; if that
+-- process crashes, a worker runs the job. Returns no lease_id if the idempotency key is taken; the id is
+-- then that of the job that owns the key. A caller that chooses p_lease_id can resend a call whose answer
+-- was lost.
+CREATE OR REPLACE FUNCTION enqueue_and_claim(
+    p_job jsonb,
+    p_worker_id text,
+    p_lease interval DEFAULT '30 seconds',
+    p_idempotency_ttl interval DEFAULT '7 days',
+    p_lease_id uuid DEFAULT NULL)
+RETURNS TABLE (id uuid, lease_id uuid)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
+AS $$
+#variable_conflict use_column
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_id uuid;
+    v_is_new boolean;
+BEGIN
+    PERFORM validate_claim(p_worker_id, 1, p_lease);
+    IF p_job ->> 'ordering_key' IS NOT NULL THEN
+        RAISE EXCEPTION 'a job with an ordering key waits for its key and cannot be claimed as it is enqueued'
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
+    SELECT e.id, e.is_new INTO v_id, v_is_new
+    FROM enqueue_jobs(jsonb_build_array(p_job), false, p_idempotency_ttl) AS e;
+    IF NOT v_is_new THEN
+        RETURN QUERY
+        SELECT v_id, (SELECT j.lease_id FROM live_jobs AS j
+                      WHERE j.id = v_id AND j.lease_id = p_lease_id);
+        RETURN;
+    END IF;
+    RETURN QUERY
+    UPDATE live_jobs AS j
+    SET status = 'claimed',
+        worker_id = left(p_worker_id, 100),
+        lease_id = coalesce(p_lease_id, gen_random_uuid()),
+        lease_expires_at = v_now + p_lease,
+        claims = 1,
+        attempts = 1,
+        claimed_at = v_now,
+        started_at = v_now
+    WHERE j.id = v_id
+    RETURNING j.id, j.lease_id;
+END $$;

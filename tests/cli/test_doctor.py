@@ -1,0 +1,73 @@
+"""`howdah doctor`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from stage import invoke
+
+if TYPE_CHECKING:
+    from stage import Run, Shop
+
+    from howdah import JobQueue
+
+
+@pytest.fixture
+def database(wiped: str) -> str:
+    return wiped
+
+
+def test_doctor_names_problems_with_advice(look: Run, read_json: Any) -> None:
+    result = look("doctor")
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("✓ server         PostgreSQL ")
+    found = {each["check"]: each for each in read_json(look("doctor", "--json"))}
+    assert found["schema"]["level"] == "ok"
+    # fsync is off on the test server, for speed
+    assert found["durability"]["level"] == "problem"
+    types = found["job types"]
+    assert types["level"] == "problem"
+    assert '"exprot"; did you mean "export"?' in types["text"]
+    assert types["advice"] in result.stdout
+    assert found["notifications"]["level"] == "ok"
+    assert lines[-1].endswith((" warning.", " warnings."))
+
+
+def test_doctor_reports_expired_leases(
+    act: Run, queue: JobQueue, connect: Any, read_json: Any
+) -> None:
+    queue.enqueue("work")
+    queue.claim_one()
+    connect().execute("UPDATE howdah.live_jobs SET lease_expires_at = now() - interval '1 min'")
+    found = {each["check"]: each for each in read_json(act("doctor", "--json"))}
+    assert found["leases"]["level"] == "problem"
+    assert "howdah recover" in found["leases"]["advice"]
+
+
+def test_doctor_and_other_commands_accept_an_odd_schema_name(
+    empty_database: str, read_json: Any
+) -> None:
+    schema = 'odd "name" ' + "x" * 30
+    assert invoke("migrate", "--database", empty_database, "--schema", schema).exit_code == 0
+    found = read_json(invoke("doctor", "--database", empty_database, "--schema", schema, "--json"))
+    assert [each["check"] for each in found if each["level"] == "unknown"] == []
+    for command in (["queues"], ["tail", "--no-follow"], ["top"], ["jobs", "--where", "data.a=1"]):
+        result = invoke(*command, "--database", empty_database, "--schema", schema)
+        assert result.exit_code == 0, result.stderr
+
+
+def test_doctor_runs_every_check_for_a_role_that_may_only_read(reader: str, read_json: Any) -> None:
+    with psycopg.connect(reader) as conn:
+        assert conn.info.user == "reader_role"
+    found = read_json(invoke("doctor", "--database", reader, "--json"))
+    assert len(found) == 16
+
+
+def test_doctor_fits_a_narrow_terminal(terminal: Any, shop: Shop) -> None:
+    seen = terminal("doctor", "--database", shop.url, width=60)
+    seen.wait()
+    assert "did you mean" in " ".join(seen.text.split())
+    assert max(map(len, seen.text.splitlines())) <= 60

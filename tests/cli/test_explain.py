@@ -1,0 +1,64 @@
+"""`howdah explain`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from stage import Run, Shop
+
+    from howdah import JobQueue
+
+
+@pytest.fixture
+def database(wiped: str) -> str:
+    return wiped
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("completed", "completed", "it completed at "),
+        ("failed", "failed", ": CardError: declined 2"),
+        ("cancelled", "cancelled", "it was cancelled at "),
+        ("running", "running", "it runs on worker-1"),
+        ("blocked", "key-held", 'the ordering key "alice" is held by job '),
+        ("pending", "next", "it is next in line"),
+        ("scheduled", "due-later", "it was scheduled: due in "),
+        ("misspelt", "unknown-type", 'no live worker has a task named "exprot"; did you mean "export"?'),
+    ],
+)  # fmt: skip
+def test_explain_gives_the_reason_for_each_state(
+    look: Run, shop: Shop, read_json: Any, name: str, code: str, text: str
+) -> None:
+    job_id = getattr(shop, name)
+    result = look("explain", job_id)
+    assert result.exit_code == 0
+    assert text in result.stdout
+    [answer] = read_json(look("explain", job_id, "--json"))
+    assert answer["id"] == str(job_id)
+    assert [reason["code"] for reason in answer["reasons"]] == [code]
+
+
+def test_explain_names_the_key_holder_the_jobs_before_and_the_estimated_start(
+    look: Run, shop: Shop, read_json: Any
+) -> None:
+    assert str(shop.running) in look("explain", shop.blocked).stdout
+    [answer] = read_json(look("explain", shop.misspelt, "--json"))
+    assert answer["ahead"] == 2
+    [answer] = read_json(look("explain", shop.pending, "--json"))
+    assert answer["starts_at"] is not None
+
+
+def test_explain_says_that_no_worker_is_running(act: Run, queue: JobQueue) -> None:
+    job = queue.enqueue("work")
+    assert "no worker is running; start one with `howdah worker`" in act("explain", job.id).stdout
+
+
+def test_explain_fits_a_narrow_terminal(terminal: Any, shop: Shop) -> None:
+    seen = terminal("explain", shop.misspelt, "--database", shop.url, width=60)
+    seen.wait()
+    assert "did you mean" in " ".join(seen.text.split())
+    assert max(map(len, seen.text.splitlines())) <= 60
