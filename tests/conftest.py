@@ -139,16 +139,10 @@ def shared_database(databases: Databases, template: str) -> Iterator[SharedDatab
 
 
 @pytest.fixture
-def emptied_database(shared_database: SharedDatabase) -> str:
-    """The URL of the shared database, without jobs and without connections."""
+def database(shared_database: SharedDatabase) -> str:
+    """The URL of a database with the newest schema `howdah`, without jobs and without connections."""
     shared_database.empty()
     return shared_database.url
-
-
-@pytest.fixture
-def database(emptied_database: str) -> str:
-    """The URL of a database with the newest schema `howdah` and no jobs."""
-    return emptied_database
 
 
 @pytest.fixture

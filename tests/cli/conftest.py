@@ -37,11 +37,6 @@ def shop(filled_shop: Shop) -> Shop:
 
 
 @pytest.fixture
-def wiped(emptied_database: str) -> str:
-    return emptied_database
-
-
-@pytest.fixture
 def look(shop: Shop) -> Run:
     """Runs a command on the shop database."""
     return lambda *arguments, **options: invoke(*arguments, "--database", shop.url, **options)
