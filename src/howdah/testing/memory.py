@@ -16,6 +16,7 @@ import msgspec
 from howdah.context import Context, _current
 from howdah.encoding import payload
 from howdah.errors import HowdahError, JobNotFound
+from howdah.execution.run import make_context
 from howdah.execution.watch import Change
 from howdah.model import Event, Handle, Job, JobRef, NewJobLike, Status
 from howdah.outcome import (
@@ -29,7 +30,7 @@ from howdah.outcome import (
     Released,
 )
 from howdah.protocol.operations import _many, to_id
-from howdah.testing.running import make_context, pass_on_interrupt
+from howdah.testing.running import pass_on_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -152,7 +153,9 @@ class Memory:
                 status=Status.RUNNING, attempts=job.attempts + 1, claims=job.claims + 1,
                 claimed_at=now, started_at=now, lease_id=uuid4(), progress=0, current_stage=None,
             )  # fmt: skip
-            entry.context = make_context(task, entry.job, self, self._resources)
+            entry.context = make_context(
+                task, entry.job, data=entry.job.data, sink=self, resources=self._resources
+            )
             outcome = yield task, entry.context
             entry.context, entry.cause = None, None
             waits = self._settle(entry, outcome)
@@ -214,9 +217,6 @@ class Memory:
         """Note an event."""
         entry = self.entries[job_id]
         entry.change(self._event(entry.job, kind, payload.decode(data)))
-
-    def settle(self, job_id: UUID) -> None:
-        """The handler completes the job itself."""
 
 
 def _now() -> datetime:
@@ -302,7 +302,7 @@ class MemoryQueue:
         answer = {}
         for entry in map(self.memory.entry, _many(job)):
             if entry.context is not None:
-                entry.context.abort = "cancelled"
+                entry.context.run.abort("cancelled")
                 answer[entry.job.id] = "cancelling"
             elif entry.job.status is Status.PENDING:
                 entry.end(Status.CANCELLED)

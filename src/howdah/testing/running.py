@@ -8,35 +8,12 @@ import contextvars
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from howdah.context import Context, Sink
 from howdah.execution.handler import aexecute, execute
 from howdah.outcome import Failed, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from howdah.model import Job
+    from howdah.context import Context
     from howdah.task import Task
-
-
-def make_context(
-    task: Task[..., Any], job: Job, sink: Sink, resources: Mapping[str, Any] | None
-) -> Context:
-    """The context of one run of a claimed job."""
-    return Context(
-        id=job.id,
-        job_type=job.job_type,
-        queue=job.queue,
-        data=job.data,
-        attempt=job.attempts,
-        max_attempts=job.max_attempts,
-        request_id=job.request_id,
-        idempotency_key=job.idempotency_key,
-        lease_id=job.lease_id,
-        timeout=task.options.timeout,
-        sink=sink,
-        resources=resources,
-    )
 
 
 def run(task: Task[..., Any], context: Context) -> Outcome:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.database.async_store import AsyncStore
-    from howdah.execution.heartbeat import Heartbeat, Run
+    from howdah.execution.heartbeat import Heartbeat
+    from howdah.execution.run import Run
     from howdah.hooks import Hooks
     from howdah.outcome import Acknowledgement
     from howdah.protocol.statements import Statement
@@ -172,8 +173,8 @@ class Completer:
         self.written += len(accepted)
         ended: list[tuple[Claimed, str, float]] = []
         for run, outcome in group:
-            if run.on_written is not None:
-                run.on_written()
+            if run.on_acknowledged is not None:
+                run.on_acknowledged()
             state, error = _describe(run, outcome, run.id in accepted)
             if run.started is not None:
                 ended.append((run.job, state, now - run.started))

@@ -29,7 +29,7 @@ from howdah.encoding import validation
 from howdah.errors import DatabaseUnreachable, InvalidOption
 from howdah.execution import fault_points
 from howdah.execution.handler import aexecute
-from howdah.execution.heartbeat import Heartbeat, Run
+from howdah.execution.heartbeat import Heartbeat
 from howdah.hooks import Hooks
 from howdah.worker.completer import Completer
 from howdah.worker.executors import Executor, ThreadExecutor
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 
     from howdah.app import App
+    from howdah.execution.run import Run
     from howdah.model import Seconds
     from howdah.protocol.statements import Statement
 
@@ -353,11 +354,11 @@ class Worker:
         if not ids or any(str(run.id) in ids for run in self._heartbeat.runs()):
             self._heartbeat.poke()
 
-    def _on_abort(self, run: Run, why: str) -> None:
+    def _on_abort(self, run: Run) -> None:
         # In the heartbeat's thread.
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._slots.abort, run, why)
+                self._loop.call_soon_threadsafe(self._slots.stop_aborted, run)
 
 
 def _may_answer(error: BaseException) -> bool:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from howdah.context import Context
 from howdah.database.driver_errors import DATABASE_ERRORS
 from howdah.encoding import payload
 from howdah.execution import fault_points
-from howdah.execution.heartbeat import SUSPICION, Run
+from howdah.execution.heartbeat import SUSPICION
+from howdah.execution.run import Run, make_context
 from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
-from howdah.worker.executors import stop_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from howdah.database.async_store import AsyncStore
     from howdah.execution.heartbeat import Heartbeat
     from howdah.hooks import Hooks
+    from howdah.outcome import AbortReason
     from howdah.protocol.worker_statements import Claimed, WorkerStatements
     from howdah.task import Task
     from howdah.worker.completer import Completer
@@ -210,8 +210,9 @@ class Slots:
 
     def interrupt(self) -> None:
         """Stop everything that runs, to be given back. Threads that do not listen are left behind."""
-        for run, slot in list(self._running.items()):
-            stop_run(run, "shutdown", slot)
+        for run in list(self._running):
+            run.abort("shutdown")
+            self._interrupt(run)
 
     def give_up(self) -> None:
         """Give back jobs whose handlers did not stop: this process is about to end."""
@@ -228,13 +229,20 @@ class Slots:
         _, stuck = await asyncio.wait(self._slots, timeout=LAST_PATIENCE)
         return len(stuck)
 
-    def abort(self, run: Run, why: str) -> None:
-        """Stop one job: it was cancelled, or is no longer ours."""
+    def stop_aborted(self, run: Run) -> None:
+        """Stop a run that was aborted: it was cancelled, or is no longer ours."""
         if run in self._running:
-            stop_run(run, why, self._running[run])
-        elif run in self._buffer:
+            self._interrupt(run)
+        elif run in self._buffer and run.abort_reason is not None:
             self._buffer.remove(run)
-            self._completer.put(run, _not_started(why))
+            self._completer.put(run, _not_started(run.abort_reason))
+
+    def _interrupt(self, run: Run) -> None:
+        """Cancel a handler in the loop or in a process. One in a thread stops at its next call of the
+        context, and not before."""
+        slot = self._running[run]
+        if slot is not None and run.task.options.run_in != "thread":
+            slot.cancel()
 
     # ── the slots ─────────────────────────────────────────────────────────────────────────────────
 
@@ -281,9 +289,9 @@ class Slots:
                 return Lost()
             return await self._call(run)
         except asyncio.CancelledError:
-            if run.abort is None:
+            if run.abort_reason is None:
                 raise
-            return _not_started(run.abort)
+            return _not_started(run.abort_reason)
         except _Unannounced as error:
             return Released(1.0, str(error))
         except Exception as error:
@@ -291,27 +299,19 @@ class Slots:
             return Failed(payload.describe_error(error), None, 10.0)
         finally:
             # A cancellation of this slot was about the job that has ended now.
-            while run.abort is not None and slot is not None and slot.cancelling():
+            while run.abort_reason is not None and slot is not None and slot.cancelling():
                 slot.uncancel()
 
     async def _call(self, run: Run) -> Outcome:
         job, task = run.job, run.task
-        context = Context(
-            id=job.id,
-            job_type=job.job_type,
-            queue=job.queue,
+        context = make_context(
+            task,
+            job,
             data=msgspec.Raw(job.data),
-            attempt=job.attempts,
-            max_attempts=job.max_attempts,
-            request_id=job.request_id,
-            idempotency_key=job.idempotency_key,
-            lease_id=job.lease_id,
-            timeout=task.options.timeout,
             sink=self._heartbeat,
+            run=run,
             resources=self._resources,
         )
-        run.context = context
-        context.abort = run.abort  # after it can be told itself: the heartbeat is another thread
         run.started = time.monotonic()
         if self._hooks.active:
             self._tell_running(job)
@@ -328,15 +328,15 @@ class Slots:
         one may be about to kill us. After a single death all go on as if nothing had been: nearly all
         that a worker has when it dies is innocent, and it may have thousands at hand."""
         await self._suspects.acquire()
-        run.on_written = _once(self._suspects.release)
+        run.on_acknowledged = _once(self._suspects.release)
         mine = await self._announce(run)
         asyncio.get_running_loop().call_later(SUSPICION, self._acquit, run)
         return mine
 
     def _acquit(self, run: Run) -> None:
         # One that has ended is acquitted when its outcome is written, which also may take its time.
-        if run in self._running and run.on_written is not None:
-            run.on_written()
+        if run in self._running and run.on_acknowledged is not None:
+            run.on_acknowledged()
 
     async def _announce(self, run: Run) -> bool:
         try:
@@ -373,8 +373,8 @@ class _Unannounced(Exception):
     """The database did not take down that a job was about to start."""
 
 
-def _not_started(why: str) -> Outcome:
-    match why:
+def _not_started(reason: AbortReason) -> Outcome:
+    match reason:
         case "lost":
             return Lost()
         case "shutdown":
