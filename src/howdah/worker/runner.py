@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import logging
 import os
-import random
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from howdah.hooks import Hooks
 from howdah.worker.completer import Completer
 from howdah.worker.executors import Executor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher
+from howdah.worker.maintenance import maintain
 from howdah.worker.processes import ProcessExecutor, locate, require_pebble
 from howdah.worker.slots import Slots
 from howdah.worker.throughput import Tally
@@ -50,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
 GRACE = 30.0
-TICK = 1.0
-MAINTAINERS = 4
-MAINTENANCE_PATIENCE = 2.0
 STATEMENT_TIMEOUT = 4.0  # work resumes within five seconds, also where a line has gone silent
 START_ATTEMPT = 3.0
 START_PATIENCE = 60.0
@@ -236,7 +233,7 @@ class Worker:
 
             services = [
                 serve("completer", completer.run()),
-                serve("maintenance", self._tick(store)),
+                serve("maintenance", maintain(store, self.app.statements)),
                 serve("fetcher", fetcher.run(self._stopping)),
             ]
             try:
@@ -316,38 +313,6 @@ class Worker:
         return self.app.statements.beat_worker(
             self.worker_id, msgspec.json.encode(info).decode(), self._tally.take()
         )
-
-    async def _tick(self, store: AsyncStore) -> None:
-        """Maintenance: whoever comes first when a duty is due does it.
-
-        Duties may take long, and a line that went dead looks just like that. So one without an answer
-        does not keep the next from being tried; where it is at work, the next finds nothing to do."""
-        under_way: list[asyncio.Task[None]] = []
-        try:
-            while True:
-                await asyncio.sleep(TICK * random.uniform(0.75, 2))  # noqa: S311 - they take turns
-                fault_points.reach("before-maintenance")
-                if len(under_way) == MAINTAINERS:
-                    under_way[0].cancel()  # so many cannot all be at work
-                under_way.append(asyncio.create_task(self._maintain(store)))
-                await asyncio.wait(
-                    under_way, timeout=MAINTENANCE_PATIENCE, return_when=asyncio.FIRST_COMPLETED
-                )
-                under_way = [work for work in under_way if not work.done()]
-        finally:
-            for work in under_way:
-                work.cancel()
-
-    async def _maintain(self, store: AsyncStore) -> None:
-        try:
-            for duty, took, error in await store.run(self.app.statements.run_maintenance()):
-                if error is not None:
-                    logger.warning(
-                        "a maintenance duty failed",
-                        extra={"duty": duty, "took": str(took), "error": error},
-                    )
-        except Exception as error:
-            logger.warning("maintenance failed", extra={"error": str(error)})
 
     def _hear_cancel(self, text: str) -> None:
         ids = set(msgspec.json.decode(text)) if text else set()
