@@ -14,7 +14,7 @@ from howdah.hooks import Hooks
 from howdah.outcome import Completed
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker.completer import Completer
-from howdah.worker.throughput import Tally
+from howdah.worker.throughput import Throughput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ async def test_a_stale_run_is_refused_though_it_goes_with_the_run_that_took_its_
     told: list[str] = []
     hooks = Hooks([lambda change: told.append(change.state)])
     heartbeat = Heartbeat(beating, statements, LEASE, lambda run: None)
-    completer = Completer(store, statements, heartbeat, hooks, Tally())
+    completer = Completer(store, statements, heartbeat, hooks, Throughput())
     queue.enqueue("work")
     for _ in range(2):
         (job,) = await store.run(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from howdah.outcome import Acknowledgement
     from howdah.protocol.statements import Statement
     from howdah.protocol.worker_statements import Claimed, WorkerStatements
-    from howdah.worker.throughput import Tally
+    from howdah.worker.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ class Completer:
         statements: WorkerStatements,
         heartbeat: Heartbeat,
         hooks: Hooks,
-        tally: Tally,
+        throughput: Throughput,
     ) -> None:
         self._store = store
         self._statements = statements
         self._heartbeat = heartbeat
         self._hooks = hooks
-        self._tally = tally
+        self._throughput = throughput
         self._waiting: list[Finished] = []
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -182,7 +182,7 @@ class Completer:
                 _log(run, state, error)
             if self._hooks.active:
                 self._hooks.tell(_change(run, state, error))
-        self._tally.add(ended)
+        self._throughput.add(ended)
 
 
 def _log(run: Run, state: str, error: str | None) -> None:

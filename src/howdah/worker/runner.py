@@ -36,7 +36,7 @@ from howdah.worker.fetcher import Fetcher
 from howdah.worker.maintenance import maintain
 from howdah.worker.processes import ProcessExecutor, locate, require_pebble
 from howdah.worker.slots import Slots
-from howdah.worker.throughput import Tally
+from howdah.worker.throughput import Throughput
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Mapping, Sequence
@@ -93,7 +93,7 @@ class Worker:
         )
         self.worker_id = worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}:{uuid4().hex[:6]}"
         self.ready = asyncio.Event()
-        self._tally = Tally()
+        self._throughput = Throughput()
         self._stopping = asyncio.Event()
         self._now = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -185,7 +185,7 @@ class Worker:
             command_timeout=min(STATEMENT_TIMEOUT, max(1.0, seconds / 3)),
         )
         heartbeat = Heartbeat(beating, statements, self.lease, self._on_abort, self._touch)
-        completer = Completer(store, statements, heartbeat, hooks, self._tally)
+        completer = Completer(store, statements, heartbeat, hooks, self._throughput)
         threads = ThreadExecutor(seconds)
         processes = ProcessExecutor(min(self.processes, self.concurrency), heartbeat)
         executors: dict[str, Executor] = {
@@ -311,7 +311,7 @@ class Worker:
     def _touch(self) -> Statement[None]:
         info = {"concurrency": self.concurrency, "running": self._slots.running}
         return self.app.statements.beat_worker(
-            self.worker_id, msgspec.json.encode(info).decode(), self._tally.take()
+            self.worker_id, msgspec.json.encode(info).decode(), self._throughput.take()
         )
 
     def _hear_cancel(self, text: str) -> None:
