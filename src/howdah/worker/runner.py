@@ -36,6 +36,7 @@ from howdah.worker.fetcher import Fetcher
 from howdah.worker.maintenance import maintain
 from howdah.worker.processes import ProcessExecutor, locate, require_pebble
 from howdah.worker.slots import Slots
+from howdah.worker.suspects import Suspects
 from howdah.worker.throughput import Throughput
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class Worker:
         }  # fmt: skip
         self._slots = slots = Slots(
             self.concurrency, app.tasks, executors,
-            store=store, statements=statements, heartbeat=heartbeat, completer=completer,
+            suspects=Suspects(store, statements), heartbeat=heartbeat, completer=completer,
             hooks=hooks, resources=resources,
         )  # fmt: skip
         self._heartbeat = heartbeat
