@@ -6,7 +6,7 @@ raises inside a handler that must stop."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from howdah.model import Seconds
@@ -63,6 +63,10 @@ Outcome: TypeAlias = Acknowledgement | Lost
 NOT_COMMITTED = (
     "the handler returned, and the transaction that was to complete the job did not commit"
 )
+
+
+AbortReason: TypeAlias = Literal["cancelled", "lost", "timeout", "shutdown"]
+"""Why a handler must stop."""
 
 
 class Snooze(Exception):

@@ -4,6 +4,7 @@ the source, and in what goes from process to process."""
 from __future__ import annotations
 
 import ast
+import json
 import pickle
 import re
 from pathlib import Path
@@ -152,19 +153,19 @@ def test_what_a_task_process_is_sent_and_answers_is_plain(secured: Secured) -> N
     import io
     from uuid import uuid4
 
-    from howdah.context import Context
     from howdah.outcome import Completed, Failed
+    from howdah.protocol.worker_statements import Claimed
 
     data = {
         "__reduce__": ["os.system", "id"],
         "py/object": "os.system",
         "n": [1, 2.5, None, True, "x"],
     }
-    context = Context(
-        id=uuid4(), job_type="t", queue="q", data=data, attempt=1, max_attempts=3, request_id=None,
-        idempotency_key=None, lease_id=uuid4(), timeout=None, sink=None, resources={},
+    job = Claimed(
+        id=uuid4(), lease_id=uuid4(), job_type="t", queue="q", data=json.dumps(data), attempts=1,
+        max_attempts=3, claims=1, request_id=None, traceparent=None, idempotency_key=None, waited=0.0,
     )  # fmt: skip
-    there = ("module", "task", processes._describe(context))
+    there = ("module", "task", processes.plain_values(job))
     back = [Completed('{"x": 1}'), Failed("ValueError: no", "Traceback …", 1.0)]
     for each in (there, *back):
         assert Reads(io.BytesIO(pickle.dumps(each))).load() == each

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from howdah.errors import HowdahError
+from howdah.execution.run import make_context
 from howdah.outcome import (
     Completed,
     CompletedByHandler,
@@ -122,7 +123,8 @@ def _run(app: App, job: Job, resources: Mapping[str, Any] | None) -> Generator[A
     """One run and its acknowledgement: the state that the job is in now, and its error."""
     task, ids, leases = app.tasks[job.job_type], [job.id], [job.lease_id or job.id]
     reports = _Reports(ids, leases)
-    outcome: Outcome = yield task, running.make_context(task, job, reports, resources)
+    context = make_context(task, job, data=job.data, sink=reports, resources=resources)
+    outcome: Outcome = yield task, context
     try:
         yield from reports.statements(app, outcome)
         accepted: list[UUID] = []
@@ -164,9 +166,6 @@ class _Reports:
     def event(self, job_id: UUID, kind: str, data: str) -> None:
         """Take an event."""
         self._events.append((kind, data))
-
-    def settle(self, job_id: UUID) -> None:
-        """The handler completes the job itself."""
 
     def statements(self, app: App, outcome: Outcome) -> Iterator[Statement[Any]]:
         """What was reported, as statements."""

@@ -22,6 +22,7 @@ import msgspec
 from howdah.context import Context, _current
 from howdah.encoding import payload
 from howdah.errors import HowdahError, JobFailed, JobNotFound, TaskInFlight
+from howdah.execution.run import make_context
 from howdah.execution.watch import Change
 from howdah.model import Event, Handle, Job, Status
 from howdah.outcome import (
@@ -270,7 +271,9 @@ class _Entry:
             status=Status.RUNNING, attempts=job.attempts + 1, claims=job.claims + 1,
             claimed_at=now, started_at=now, lease_id=uuid4(), progress=0, current_stage=None,
         )  # fmt: skip
-        self.context = running.make_context(task, self.job, self, resources)
+        self.context = make_context(
+            task, self.job, data=self.job.data, sink=self, resources=resources
+        )
         return self.context
 
     def finish(self, outcome: Outcome) -> bool:
@@ -333,9 +336,6 @@ class _Entry:
     def event(self, job_id: UUID, kind: str, data: str) -> None:
         """Record an event that the handler adds."""
         self._change((kind, payload.decode(data)))
-
-    def settle(self, job_id: UUID) -> None:
-        """Nothing to record."""
 
 
 class _Backend:
@@ -404,7 +404,7 @@ class _Backend:
         answer = {}
         for entry in map(self._log._entry, to_refs(jobs)):
             if entry.context is not None:
-                entry.context.abort = "cancelled"
+                entry.context.run.abort("cancelled")
                 answer[entry.job.id] = "cancelling"
             elif entry.job.status is Status.PENDING:
                 entry.end(Status.CANCELLED)

@@ -9,15 +9,14 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from howdah.context import Context, Sink
 from howdah.execution.handler import aexecute, execute
 from howdah.outcome import Failed, Outcome
 from howdah.protocol.statements import Statement
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
-    from howdah.model import Job
+    from howdah.context import Context
     from howdah.task import Task
 
 T = TypeVar("T")
@@ -63,26 +62,6 @@ async def drive_async(
                 answer = await send(step)
         except Exception as raised:
             error = raised
-
-
-def make_context(
-    task: Task[..., Any], job: Job, sink: Sink, resources: Mapping[str, Any] | None
-) -> Context:
-    """The context of one run of a claimed job."""
-    return Context(
-        id=job.id,
-        job_type=job.job_type,
-        queue=job.queue,
-        data=job.data,
-        attempt=job.attempts,
-        max_attempts=job.max_attempts,
-        request_id=job.request_id,
-        idempotency_key=job.idempotency_key,
-        lease_id=job.lease_id,
-        timeout=task.options.timeout,
-        sink=sink,
-        resources=resources,
-    )
 
 
 def run(task: Task[..., Any], context: Context) -> Outcome:

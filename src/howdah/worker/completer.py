@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.database.async_store import AsyncStore
-    from howdah.execution.heartbeat import Heartbeat, Run
+    from howdah.execution.heartbeat import Heartbeat
+    from howdah.execution.run import Run
     from howdah.hooks import Hooks
     from howdah.outcome import Acknowledgement
     from howdah.protocol.statements import Statement
     from howdah.protocol.worker_statements import Claimed, WorkerStatements
-    from howdah.worker.throughput import Tally
+    from howdah.worker.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,13 @@ class Completer:
         statements: WorkerStatements,
         heartbeat: Heartbeat,
         hooks: Hooks,
-        tally: Tally,
+        throughput: Throughput,
     ) -> None:
         self._store = store
         self._statements = statements
         self._heartbeat = heartbeat
         self._hooks = hooks
-        self._tally = tally
+        self._throughput = throughput
         self._waiting: list[Finished] = []
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -172,8 +173,8 @@ class Completer:
         self.written += len(accepted)
         ended: list[tuple[Claimed, str, float]] = []
         for run, outcome in group:
-            if run.on_written is not None:
-                run.on_written()
+            if run.on_acknowledged is not None:
+                run.on_acknowledged()
             state, error = _describe(run, outcome, run.id in accepted)
             if run.started is not None:
                 ended.append((run.job, state, now - run.started))
@@ -181,7 +182,7 @@ class Completer:
                 _log(run, state, error)
             if self._hooks.active:
                 self._hooks.tell(_change(run, state, error))
-        self._tally.add(ended)
+        self._throughput.add(ended)
 
 
 def _log(run: Run, state: str, error: str | None) -> None:
