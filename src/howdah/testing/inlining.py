@@ -205,7 +205,7 @@ class Log:
             task = self._app.get_task(entry.job.job_type)
             outcome = yield task, entry.start(task, self._resources)
             again = entry.finish(outcome)
-            running.pass_on_interrupt(outcome)
+            running.raise_interrupt(outcome)
 
     def _run_task(self, task: Task[..., Any], job: NewJob) -> Steps[Any]:
         """`task.run`."""

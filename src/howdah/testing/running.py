@@ -1,5 +1,5 @@
-"""One run of a handler in the process that tests it, whether that has an event loop or not. What is done
-with the outcome is up to the caller."""
+"""Runs handlers in the process of the test, with or without an event loop. `inline` and `drain` describe what to do
+as steps, decide what follows from an outcome, and share the two functions that take the steps."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ async def drive_async(
 
 
 def run(task: Task[..., Any], context: Context) -> Outcome:
-    """Run a handler of any kind from sync code: in this thread, or in another one where this has a
-    running event loop, as no handler finds one that it did not start."""
+    """Run a sync or async handler from sync code: in this thread, or in a new thread if this one has a running
+    event loop, because in a worker a handler never runs below an event loop of others."""
     copied = contextvars.copy_context()
     try:
         asyncio.get_running_loop()
@@ -77,7 +77,7 @@ def run(task: Task[..., Any], context: Context) -> Outcome:
 
 
 async def arun(task: Task[..., Any], context: Context) -> Outcome:
-    """Run a handler of any kind from async code: in this event loop, or in a thread."""
+    """Run an async handler in this event loop, or a sync handler in a thread."""
     if task.options.run_in == "async":
         return await aexecute(task, context)
     return await asyncio.to_thread(execute, task, context)
@@ -86,13 +86,13 @@ async def arun(task: Task[..., Any], context: Context) -> Outcome:
 def _run_here(task: Task[..., Any], context: Context) -> Outcome:
     if task.options.run_in != "async":
         return execute(task, context)
-    # With a factory of its own it leaves the thread's current event loop as it was.
+    # With a loop factory, Runner does not change the current event loop of the thread.
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         return runner.run(aexecute(task, context))
 
 
-def pass_on_interrupt(outcome: Outcome) -> None:
-    """Raise what a worker counts as a failure and a test must not: Ctrl-C, and pytest's own outcomes."""
+def raise_interrupt(outcome: Outcome) -> None:
+    """Raise Ctrl-C and the outcomes of pytest, such as `pytest.skip`. A worker treats them as failures."""
     if isinstance(outcome, Failed):
         cause = outcome.cause
         if cause is not None and not isinstance(cause, Exception | SystemExit):
