@@ -79,12 +79,18 @@ def test_a_callable_is_a_policy() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Retry.fixed(-1), "seconds is -1; it must be a number of seconds, not negative."),
-        (lambda: Retry.linear(True), "step is True; it must be a number of seconds, not negative."),
-        (lambda: Retry.exponential(jitter=2), "jitter is 2; it is a share, from 0 to 1."),
+        (
+            lambda: Retry.fixed(-1),
+            "seconds is -1; it must be a number of seconds that is not negative.",
+        ),
+        (
+            lambda: Retry.linear(True),
+            "step is True; it must be a number of seconds that is not negative.",
+        ),
+        (lambda: Retry.exponential(jitter=2), "jitter is 2; it must be a fraction, from 0 to 1."),
         (
             lambda: Retry.exponential(cap=float("inf")),
-            "cap is inf; it must be a number of seconds, not negative.",
+            "cap is inf; it must be a number of seconds that is not negative.",
         ),
         (
             lambda: Retry.fixed(on=["x"]),  # type: ignore[arg-type]

@@ -391,13 +391,13 @@ async def test_a_job_from_sql_with_the_wrong_data_fails_at_once(
 
     wrong = {
         "[1]": "the data of strict must be an object of its arguments, not list",
-        "{}": "strict misses its argument 'x'",
+        "{}": "strict is missing its argument 'x'",
         '{"x": "1"}': "argument 'x': Expected `int`, got `str`",
         '{"x": 1, "y": 2}': "strict has no argument named 'y'",
         '{"x": 1, "many": 5}': "argument 'many': expected a list, got int",
         '{"x": 1, "many": ["a"]}': "argument 'many': Expected `int`, got `str`",
         '{"x": 1, "named": [1]}': "argument 'named': expected an object, got list",
-        '{"x": 1, "named": {"x": 2}}': "argument 'named': 'x' is an argument of its own",
+        '{"x": 1, "named": {"x": 2}}': "argument 'named': 'x' is also a named argument",
     }
     conn = connect()
     ids = [

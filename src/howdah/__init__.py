@@ -1,7 +1,7 @@
 """Howdah: background jobs on the PostgreSQL you already have.
 
-`App` and its tasks are for most users; `JobQueue` and `AsyncJobQueue` are the bare queue below them.
-Everything public is named here.
+Most programs use `App` and its tasks. `JobQueue` and `AsyncJobQueue` are the bare queue below them. Every public
+name is in `__all__`.
 """
 
 from howdah.app import App

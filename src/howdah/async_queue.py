@@ -1,15 +1,14 @@
 """The bare queue for asyncio: the methods of `JobQueue`, awaited, with the same names, parameters and
-docstrings. `operations.py` decides what is sent; this only sends it."""
+docstrings. `operations.py` builds the statements and `database/` runs them."""
 
 from __future__ import annotations
 
-import logging
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 from howdah.database.async_store import AsyncStore
 from howdah.database.backend import AsyncBackend
-from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
+from howdah.database.retry_loop import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.encoding import payload
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
 from howdah.protocol.operations import Operations
@@ -21,14 +20,12 @@ if TYPE_CHECKING:
 
     import asyncpg
 
-logger = logging.getLogger(__name__)
-
 
 class AsyncJobQueue:
     """A job queue in a PostgreSQL database, for asyncio: the methods of `JobQueue`, awaited.
 
     `database` is a URL or an asyncpg `Pool`; the other parameters are those of `JobQueue`. Single
-    enqueues that are awaited at the same time are sent together.
+    enqueues that are awaited at the same time are sent in one batch.
     """
 
     def __init__(
@@ -76,13 +73,6 @@ class AsyncJobQueue:
         conn: Any = None,
         **unknown: Never,
     ) -> Handle:
-        """Add a job and return its handle.
-
-        Due at once, at `run_at`, or after `delay`. A second enqueue under one `idempotency_key` gives
-        the first job's handle, with `is_new=False`. Jobs of one `ordering_key` run strictly one at a
-        time, in order. `conn` is a connection of yours (psycopg, SQLAlchemy, Django; asyncpg for the
-        async queue): the job then joins its transaction, and exists only if that commits.
-        """
         job = self._operations.new_job(
             job_type, data, unknown, priority=priority, queue=queue, run_at=run_at, delay=delay,
             max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
@@ -102,11 +92,6 @@ class AsyncJobQueue:
         queues: str | Sequence[str] = "default",
         conn: Any = None,
     ) -> list[Job]:
-        """Claim up to `batch_size` due jobs of these types (None: any), best first.
-
-        Each must be completed, failed, released or extended before its lease runs out; after that it
-        goes back to the queue. Every few seconds a claim also runs the maintenance that is due.
-        """
         statement = self._operations.claim(job_types, batch_size, lease, queues)
         if conn is None:
             await self._backend.run_maintenance_if_due()
@@ -120,7 +105,6 @@ class AsyncJobQueue:
         queues: str | Sequence[str] = "default",
         conn: Any = None,
     ) -> Job | None:
-        """Claim the next due job, or None. It counts as started: nothing is prefetched."""
         statement = self._operations.claim(job_types, 1, lease, queues, started=True)
         if conn is None:
             await self._backend.run_maintenance_if_due()
@@ -131,7 +115,7 @@ class AsyncJobQueue:
         self, job: JobRef | Iterable[JobRef], result: Any = None, *, conn: Any = None
     ) -> None:
         await self._backend.run(
-            self._operations.complete(job, result, joined=conn is not None), conn
+            self._operations.complete(job, result, on_caller_connection=conn is not None), conn
         )
 
     async def fail(
@@ -144,14 +128,17 @@ class AsyncJobQueue:
         delay: Seconds | None = None,
         conn: Any = None,
     ) -> None:
-        joined = conn is not None
-        statement = self._operations.fail(job, reason, retry, run_at, delay, joined=joined)
+        statement = self._operations.fail(
+            job, reason, retry, run_at, delay, on_caller_connection=conn is not None
+        )
         await self._backend.run(statement, conn)
 
     async def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
-        await self._backend.run(self._operations.release(job, delay, joined=conn is not None), conn)
+        await self._backend.run(
+            self._operations.release(job, delay, on_caller_connection=conn is not None), conn
+        )
 
     async def extend(
         self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None

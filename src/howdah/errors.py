@@ -1,23 +1,23 @@
-"""What can go wrong, as types. Every message says what happened, to which thing, and what to do.
+"""The errors that Howdah raises. Every message says what happened, to which thing, and what to do.
 
 HowdahError
-├── NoDatabase               nobody said which database to use
-├── DatabaseUnreachable      it was said, and it does not answer
-├── DatabaseFull             it answers, and has no room left on its disk
-├── EmbeddedServerError      the embedded PostgreSQL could not be started or stopped
-├── SchemaMissing            the tables are not there and creating them is switched off
-├── SchemaOutdated           the database's schema is older than this code, and migrating is off
-├── SchemaTooNew             the database's schema is newer than this code
-├── NotPermitted             the database does not give this role the right to do that
-├── InvalidOption            a setting or parameter that does not exist or contradicts another
+├── NoDatabase               no database was named
+├── DatabaseUnreachable      the database does not answer
+├── DatabaseFull             the database server has no disk space left
+├── EmbeddedServerError      the embedded server could not be found, started or stopped
+├── SchemaMissing            the tables do not exist, and this code may not create them
+├── SchemaOutdated           the schema is older than this code, which may not migrate it
+├── SchemaTooNew             the schema is newer than this code
+├── NotPermitted             the database role lacks a privilege
+├── InvalidOption            an option that does not exist, is out of range or contradicts another
 ├── InvalidJob               a job that may not be enqueued (.field, .index)
 │   └── PayloadTooLarge      its data are over the limit
-├── LeaseLost                another claim, a recovery or a cancellation took the job (.ids)
-├── NotClaimed               acknowledging a job that this queue did not claim
-├── JobNotFound              no live or finished job has that id
-├── UnknownTask              no task of that name is registered
-├── DuplicateTask            two tasks under one name
-├── TaskInFlight             a run under this idempotency key is still under way (.id)
+├── LeaseLost                the job was recovered, cancelled or claimed again (.ids)
+├── NotClaimed               acknowledging a job that this queue did not claim (.id)
+├── JobNotFound              no live or finished job has that id (.id)
+├── UnknownTask              no task with that name is registered (.name)
+├── DuplicateTask            two tasks have the same name (.name)
+├── TaskInFlight             a job with this idempotency key has not ended (.id)
 ├── ResultTimeout            the job did not end in time (.id)
 ├── JobFailed                the awaited job failed (.job)
 └── JobCancelled             the awaited job was cancelled (.job)
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class HowdahError(Exception):
-    """Base of every error that Howdah raises."""
+    """Base class of all errors that Howdah raises."""
 
 
 class NoDatabase(HowdahError):
-    """Nobody said which database to use."""
+    """No database was named."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class NoDatabase(HowdahError):
 
 
 class DatabaseUnreachable(HowdahError):
-    """The database does not answer. `host` and `database` say which; passwords are never shown."""
+    """The database `database` at `host` does not answer, for `reason`. Messages never contain passwords."""
 
     def __init__(self, host: str, database: str, reason: str) -> None:
         self.host, self.database, self.reason = host, database, reason
@@ -61,36 +61,36 @@ class DatabaseUnreachable(HowdahError):
 
 
 class DatabaseFull(HowdahError):
-    """The server has no room left on its disk. What was asked of it was not done."""
+    """The database server has no disk space left. The statement was not executed."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(
-            f"the database server has no room left on its disk: {reason}. Nothing was written. Make room "
-            "there (a larger disk; old jobs go with `howdah clear`) and try again."
+            f"the database server has no disk space left: {reason}. Nothing was written. Free disk space "
+            "there (`howdah clear` removes old jobs) or enlarge the disk, and retry."
         )
 
 
 class EmbeddedServerError(HowdahError):
-    """The embedded PostgreSQL could not be found, started or stopped."""
+    """The embedded server could not be found, started or stopped."""
 
 
 class SchemaMissing(HowdahError):
-    """The schema's tables do not exist and creating them on first use is switched off."""
+    """The schema has no tables, and this code may not create them: `create=False`, or a missing privilege."""
 
     def __init__(self, schema: str, *, permitted: bool = True) -> None:
         self.schema = schema
         super().__init__(
             f'schema "{schema}" has no Howdah tables. Run `howdah migrate`, '
-            "or leave out create=False to have them created on first use."
+            "or omit create=False to create them on first use."
             if permitted
-            else f'schema "{schema}" has no Howdah tables, and this role may not create them. Let one that '
-            "may run `howdah migrate`."
+            else f'schema "{schema}" has no Howdah tables, and this role may not create them. Run '
+            "`howdah migrate` as a role that may."
         )
 
 
 class SchemaOutdated(HowdahError):
-    """The database's schema is older than this code needs."""
+    """The schema is older than this code requires."""
 
     def __init__(self, schema: str, found: int, needed: int, *, permitted: bool = True) -> None:
         self.schema, self.found, self.needed = schema, found, needed
@@ -106,18 +106,18 @@ class SchemaOutdated(HowdahError):
 
 
 class SchemaTooNew(HowdahError):
-    """The database's schema was migrated by a newer Howdah than this one."""
+    """A newer Howdah has migrated the schema, and this code cannot use it."""
 
     def __init__(self, schema: str, found: int, known: int) -> None:
         self.schema, self.found, self.known = schema, found, known
         super().__init__(
-            f'schema "{schema}" is at version {found}, and this Howdah knows versions up to {known}. '
+            f'schema "{schema}" is at version {found}, and this Howdah supports versions up to {known}. '
             "Upgrade the howdah package in this environment."
         )
 
 
 class NotPermitted(HowdahError):
-    """The database does not give this role the right to do that."""
+    """The database role lacks a privilege."""
 
     def __init__(self, reason: str, role: str | None = None) -> None:
         self.reason = reason
@@ -129,23 +129,23 @@ class NotPermitted(HowdahError):
 
 
 class InvalidOption(HowdahError, ValueError):
-    """A setting or parameter that does not exist, is out of range, or contradicts another."""
+    """An option that does not exist, is out of range, or contradicts another."""
 
     @classmethod
     def unknown(cls, name: str, known: Iterable[str], what: str = "option") -> InvalidOption:
-        """An unknown name, with the nearest known one as a suggestion."""
+        """The error for an unknown name, with the most similar known name as a suggestion."""
         return cls(f'unknown {what} "{name}"{did_you_mean(name, known)}')
 
 
 class InvalidJob(HowdahError, ValueError):
-    """A job that may not be enqueued. `field` names the culprit, `index` its place in a bulk call."""
+    """A job that may not be enqueued. `field` is the invalid field, `index` the job's place in a bulk call."""
 
     def __init__(self, message: str, *, field: str, index: int | None = None) -> None:
         self.field, self.index, self.message = field, index, message
         super().__init__(message if index is None else f"job {index}: {message}")
 
     def at(self, index: int) -> InvalidJob:
-        """The same error, naming the job's place in a bulk enqueue."""
+        """The same error with the job's index in a bulk enqueue."""
         return type(self)(self.message, field=self.field, index=index)
 
 
@@ -166,7 +166,7 @@ class LeaseLost(HowdahError):
 
 
 class NotClaimed(HowdahError):
-    """Acknowledging a job that this queue holds no lease on."""
+    """This queue did not claim the job, so it cannot acknowledge it."""
 
     def __init__(self, job_id: UUID) -> None:
         self.id = job_id
@@ -185,7 +185,7 @@ class JobNotFound(HowdahError, LookupError):
 
 
 class UnknownTask(HowdahError, LookupError):
-    """No task of that name is registered."""
+    """No task with that name is registered."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
@@ -193,7 +193,7 @@ class UnknownTask(HowdahError, LookupError):
 
 
 class DuplicateTask(HowdahError, ValueError):
-    """Two different functions are registered under one name."""
+    """Two different functions are registered under the same name."""
 
     def __init__(self, name: str, first: str, second: str) -> None:
         self.name = name
@@ -203,7 +203,7 @@ class DuplicateTask(HowdahError, ValueError):
 
 
 class TaskInFlight(HowdahError):
-    """A run under this idempotency key is still under way."""
+    """A job with this idempotency key has not ended."""
 
     def __init__(self, job_id: UUID) -> None:
         self.id = job_id
@@ -217,11 +217,11 @@ class ResultTimeout(HowdahError, TimeoutError):
 
     def __init__(self, job_id: UUID, seconds: float) -> None:
         self.id = job_id
-        super().__init__(f"job {job_id} did not end within {seconds:g} seconds; it goes on.")
+        super().__init__(f"job {job_id} did not end within {seconds:g} seconds; it continues.")
 
 
 class JobFailed(HowdahError):
-    """The awaited job failed for good. `job` is its last state."""
+    """The awaited job failed permanently. `job` is its last state."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

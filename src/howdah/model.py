@@ -1,5 +1,4 @@
-"""The nouns of the queue: jobs, handles, statuses, priorities and ids. No I/O and no clock of its own
-except in `new_id`, whose time only serves to keep ids in order."""
+"""Jobs, handles, statuses, priorities and ids. No I/O. Only `new_id` reads the clock, to keep ids in order."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ from uuid import UUID
 import msgspec
 
 EXPLICIT = 150
-"""Priority of a job that a person asked for."""
+"""Priority of a job that a person waits for."""
 DISCOVERED = 100
-"""Priority of a job that the system found for itself; the default."""
+"""Priority of a job that the system creates; the default."""
 BACKFILL = 30
-"""Priority of a job that fills in history when there is nothing better to do."""
+"""Priority of a job that processes old data when no other job is due."""
 
 Seconds: TypeAlias = timedelta | int | float
 """A duration: a `timedelta`, or a number of seconds."""
 
 request_id: ContextVar[str | None] = ContextVar("howdah_request_id", default=None)
-"""The id of the request at hand. An enqueue that names none takes this one, and workers set it while
-they run a job, so that one id follows a request through every job that it caused."""
+"""The id of the current request. An enqueue without `request_id=` uses it, and workers set it while they run a
+job, so that all jobs that a request causes have the same id."""
 
 
 class Status(StrEnum):
-    """What a job is doing."""
+    """The state of a job."""
 
     PENDING = "pending"
     CLAIMED = "claimed"
@@ -42,7 +41,7 @@ class Status(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more happens to the job unless an operator retries it."""
+        """Whether the job is finished: it changes only if an operator retries it."""
         return self in FINAL
 
 
@@ -50,9 +49,10 @@ FINAL = frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED})
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A job as it was when it was read. One that comes from `claim` carries its fence, `lease_id`.
+    """A job in the state in which it was read. A job from `claim` has its fence, `lease_id`.
 
-    The fields are the columns of the relation `jobs`, in its order.
+    The fields are the columns of the view `jobs`, in the same order: SELECT lists and decoders are built
+    from them.
     """
 
     id: UUID
@@ -89,9 +89,9 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """What `enqueue` returns. It is accepted wherever an id is.
+    """What `enqueue` returns. Every method that takes an id also takes a handle.
 
-    `is_new` is False when the idempotency key was taken: then `id` names the first job.
+    `is_new` is False if the idempotency key was taken; `id` is then that of the first job.
     """
 
     id: UUID
@@ -106,7 +106,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One entry of a job's durable stream of events, oldest first by `event_id`."""
+    """One entry in a job's durable stream of events, which is ordered by `event_id`."""
 
     job_id: UUID
     event_id: int
@@ -117,14 +117,14 @@ class Event(msgspec.Struct, frozen=True):
 
 
 JobRef: TypeAlias = Job | Handle | Claim | UUID | str
-"""What names a job: the job itself, its handle, its claim, or its id."""
+"""A reference to a job: the job itself, its handle, its claim, or its id."""
 
 
 class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job to be enqueued, for `enqueue_many`. Only `job_type` is required.
 
-    `run_at` (an aware datetime) and `delay` exclude each other; `keep` says how long the finished job
-    stays to be looked at, and 0 removes it as soon as it is completed.
+    `run_at` (an aware datetime) and `delay` exclude each other. `keep` is the retention of the finished job;
+    0 removes it as soon as it is completed.
     """
 
     job_type: str
@@ -149,14 +149,14 @@ _TAIL = (1 << 62) - 1
 
 
 class _Ids:
-    """UUIDv7, strictly increasing within a process, so that a batch keeps its order in the index."""
+    """Makes UUIDv7 ids that strictly increase within a process, so that a batch keeps its order in the index."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last = 0
 
     def new(self, count: int) -> list[UUID]:
-        # 48 bits of milliseconds and 74 random ones, less the bits of version and variant.
+        # 48 bits of milliseconds and 74 random bits, without the bits of version and variant.
         noise = os.urandom(10 + 4 * (count - 1))
         steps = memoryview(noise)[10:].cast("I")
         with self._lock:
@@ -177,15 +177,15 @@ def _uuid7(number: int) -> UUID:
 
 
 _ids = _Ids()
-# A lock that another thread held at the fork would never be released in the child.
+# A lock that another thread holds during the fork is never released in the child.
 os.register_at_fork(after_in_child=_ids.__init__)  # type: ignore[misc]
 
 
 def new_id() -> UUID:
-    """A new job id: UUIDv7, greater than every id that this process has made before."""
+    """A new job id: a UUIDv7 that is greater than all earlier ids of this process."""
     return _ids.new(1)[0]
 
 
 def new_ids(count: int) -> list[UUID]:
-    """So many new job ids, each greater than the one before."""
+    """`count` new job ids, each greater than the one before."""
     return _ids.new(count) if count else []

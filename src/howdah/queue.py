@@ -1,14 +1,13 @@
-"""The bare queue. `operations.py` decides what is sent; this only sends it, and `async_queue.py` does the
-same for asyncio."""
+"""The bare queue. `operations.py` builds the statements and `database/` runs them; `async_queue.py` is the same
+for asyncio."""
 
 from __future__ import annotations
 
-import logging
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Never
 
 from howdah.database.backend import Backend
-from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
+from howdah.database.retry_loop import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.database.store import Store
 from howdah.encoding import payload
 from howdah.model import DISCOVERED, Event, Handle, Job, JobRef, NewJobLike, Seconds, Status
@@ -20,20 +19,19 @@ if TYPE_CHECKING:
 
     import psycopg_pool
 
-logger = logging.getLogger(__name__)
-
 
 class JobQueue:
     """A job queue in a PostgreSQL database.
 
-    `database` is a URL or a psycopg `ConnectionPool`; without it HOWDAH_DATABASE_URL, DATABASE_URL and
-    then an embedded server that was asked for are used. Making a queue does no I/O. The first call
+    `database` is a URL or a psycopg `ConnectionPool`. The default is HOWDAH_DATABASE_URL, then
+    DATABASE_URL, then the embedded server of this directory. Making a queue does no I/O. The first call
     creates the schema unless `create=False`. A queue may be shared by threads and survives a fork.
 
-    `lease` is how long a claim is good for, `keep` how long finished jobs stay, `payload_limit` the
-    size in bytes above which data are refused, `idempotency_ttl` how long a key is remembered,
-    `timeout` how long to try to reach the database, and `command_timeout` how long to wait for its
-    answer to one statement before the connection is given up and the statement sent again on another.
+    `lease` is the duration of a claim, `keep` the retention of finished jobs, `payload_limit` the size in
+    bytes above which data are refused, and `idempotency_ttl` how long a key is remembered. `timeout` is
+    how long a statement is retried while the database cannot be reached. `command_timeout` is how long to
+    wait for the answer to one statement; then the connection is closed and the statement resent on
+    another one.
     """
 
     def __init__(
@@ -83,10 +81,11 @@ class JobQueue:
     ) -> Handle:
         """Add a job and return its handle.
 
-        Due at once, at `run_at`, or after `delay`. A second enqueue under one `idempotency_key` gives
-        the first job's handle, with `is_new=False`. Jobs of one `ordering_key` run strictly one at a
-        time, in order. `conn` is a connection of yours (psycopg, SQLAlchemy, Django; asyncpg for the
-        async queue): the job then joins its transaction, and exists only if that commits.
+        The job is due at once, at `run_at`, or after `delay`. A second enqueue with the same
+        `idempotency_key` returns the first job's handle, with `is_new=False`. Jobs with the same
+        `ordering_key` run strictly one at a time, in order. `conn` is your own connection (psycopg,
+        SQLAlchemy, Django; asyncpg for the async queue): the job is then enqueued in its transaction,
+        and exists only if that commits.
         """
         job = self._operations.new_job(
             job_type, data, unknown, priority=priority, queue=queue, run_at=run_at, delay=delay,
@@ -96,9 +95,9 @@ class JobQueue:
         return self._backend.enqueue(job, conn)
 
     def enqueue_many(self, jobs: Iterable[NewJobLike], *, conn: Any = None) -> list[Handle]:
-        """Add many jobs, all or none, in few round trips; handles come in the order given.
+        """Add many jobs, all or none, in few round trips. Returns their handles in the same order.
 
-        Each is a `NewJob`, a mapping of its fields, or `(job_type, data)`. An error names the index.
+        Each job is a `NewJob`, a mapping of its fields, or `(job_type, data)`. An error names the index.
         """
         return self._backend.enqueue_many(jobs, conn)
 
@@ -111,10 +110,10 @@ class JobQueue:
         queues: str | Sequence[str] = "default",
         conn: Any = None,
     ) -> list[Job]:
-        """Claim up to `batch_size` due jobs of these types (None: any), best first.
+        """Claim up to `batch_size` due jobs of these types (None: any), highest priority first.
 
-        Each must be completed, failed, released or extended before its lease runs out; after that it
-        goes back to the queue. Every few seconds a claim also runs the maintenance that is due.
+        Complete, fail, release or extend each job before its lease expires; after that, the job returns to
+        the queue. Every few seconds, a claim also runs the maintenance that is due.
         """
         statement = self._operations.claim(job_types, batch_size, lease, queues)
         if conn is None:
@@ -141,10 +140,12 @@ class JobQueue:
     ) -> None:
         """Complete a claimed job, or several (`result` is then a list, or None).
 
-        With `conn` the completion joins your transaction: your rows and the job's end commit together
-        or not at all. Raises `LeaseLost` for jobs that are no longer yours; the others are completed.
+        With `conn` the job is completed in your transaction: your rows and the completion commit together
+        or not at all. Raises `LeaseLost` for jobs whose lease was lost; the others are completed.
         """
-        self._backend.run(self._operations.complete(job, result, joined=conn is not None), conn)
+        self._backend.run(
+            self._operations.complete(job, result, on_caller_connection=conn is not None), conn
+        )
 
     def fail(
         self,
@@ -156,22 +157,25 @@ class JobQueue:
         delay: Seconds | None = None,
         conn: Any = None,
     ) -> None:
-        """Fail a claimed job. It is tried again while it has attempts left: at once, at `run_at`, or
-        after `delay`; with `retry=False` it ends as failed. Raises `LeaseLost` like `complete`."""
-        joined = conn is not None
-        statement = self._operations.fail(job, reason, retry, run_at, delay, joined=joined)
+        """Fail a claimed job. It is retried while it has attempts left: at once, at `run_at`, or after
+        `delay`. With `retry=False` it fails permanently. Raises `LeaseLost` like `complete`."""
+        statement = self._operations.fail(
+            job, reason, retry, run_at, delay, on_caller_connection=conn is not None
+        )
         self._backend.run(statement, conn)
 
     def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
-        """Give a claimed job back without using up an attempt, after `delay` if given."""
-        self._backend.run(self._operations.release(job, delay, joined=conn is not None), conn)
+        """Release a claimed job: it returns to the queue, after `delay` if given, without using an attempt."""
+        self._backend.run(
+            self._operations.release(job, delay, on_caller_connection=conn is not None), conn
+        )
 
     def extend(
         self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None
     ) -> None:
-        """Extend the lease of a claimed job to `lease` from now. Raises `LeaseLost` if it is not yours."""
+        """Extend the lease of a claimed job to `lease` from now. Raises `LeaseLost` if it was lost."""
         self._backend.run(self._operations.extend(job, lease), conn)
 
     def progress(
@@ -182,7 +186,7 @@ class JobQueue:
         *,
         conn: Any = None,
     ) -> None:
-        """Report how far a claimed job is: percent, which never goes back, and stage."""
+        """Report the progress of a claimed job: percent, which never decreases, and stage."""
         self._backend.run(self._operations.progress(job, percent, stage), conn)
 
     def event(
@@ -192,32 +196,33 @@ class JobQueue:
         self._backend.run(self._operations.event(job, kind, data), conn)
 
     def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
-        """Return jobs whose lease ran out, or that were claimed longer ago than `timeout`, to the
-        queue. Claims and workers do this by themselves every two seconds."""
+        """Return jobs whose lease has expired, or that were claimed longer ago than `timeout`, to the
+        queue. Returns how many. Claims and workers do this automatically, every two seconds."""
         return self._backend.run(self._operations.recover_stale_jobs(timeout, limit))
 
     def cancel(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> dict[UUID, str]:
-        """Cancel jobs. Of each live one: "cancelled", or "cancelling" if a worker has it, who is told."""
+        """Cancel jobs. Returns for each unfinished job "cancelled", or "cancelling" if it is claimed; its
+        worker is then notified."""
         return self._backend.run(self._operations.cancel(job), conn)
 
     def retry(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> list[UUID]:
-        """Reopen finished jobs under their own ids, with no attempts used. Returns those reopened."""
+        """Reopen finished jobs under the same ids, with no attempts used. Returns the reopened ids."""
         return self._backend.run(self._operations.retry(job), conn)
 
     def pending(self, queue: str | None = None, job_type: str | None = None) -> int:
-        """How many jobs wait: due, scheduled and blocked ones."""
+        """The number of pending jobs: due, scheduled and blocked."""
         return self._backend.run(self._operations.pending(queue, job_type))
 
     def counts(self, queue: str | None = None, job_type: str | None = None) -> dict[Status, int]:
-        """How many jobs there are of each status."""
+        """The number of jobs of each status."""
         return self._backend.run(self._operations.counts(queue, job_type))
 
     def get(self, job: JobRef, *, conn: Any = None) -> Job:
-        """A job as it is now, live or finished. Raises `JobNotFound`."""
+        """A job in its current state, live or finished. Raises `JobNotFound`."""
         return self._backend.run(self._operations.get(job), conn)
 
     def events(self, job: JobRef, *, after: int = 0) -> list[Event]:
-        """A job's events, oldest first, from behind event id `after` on."""
+        """A job's events after event id `after`, oldest first."""
         return self._backend.run(self._operations.events(job, after))
 
     def find(
@@ -236,7 +241,7 @@ class JobQueue:
     ) -> list[Job]:
         """Jobs that match every filter, newest first. `data` matches jobs whose data contain it.
 
-        The next page is `before=` the last job of this one.
+        For the next page, pass the last job of this page as `before`.
         """
         statement = self._operations.find(
             limit, before, data, unknown, status=status, job_type=job_type, queue=queue,
@@ -249,7 +254,7 @@ class JobQueue:
         return self._backend.run(self._operations.clear(older_than, statuses))
 
     def maintain(self) -> list[tuple[str, timedelta, str | None]]:
-        """Run the maintenance that is due: (duty, time taken, error) of each. Workers do it anyway."""
+        """Run the maintenance that is due: (duty, duration, error) of each. Workers and claims also do this."""
         return self._backend.run_maintenance()
 
     def close(self) -> None:

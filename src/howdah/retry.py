@@ -1,4 +1,4 @@
-"""When a failed job is tried again. No I/O and no clock; only the jitter is left to chance."""
+"""Retry policies: when a failed job is retried. No I/O and no clock; the jitter is random."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from howdah.errors import InvalidOption
 
 Errors: TypeAlias = type[BaseException] | tuple[type[BaseException], ...]
 Delay: TypeAlias = Callable[[int, BaseException], "float | None"]
-"""(attempt, error) → seconds until the next try, or None for none."""
+"""A function (attempt, error) → seconds until the retry, or None for no retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A policy: how long to wait before the next attempt, and for which exceptions to try at all.
+    """A retry policy: the delay before the next attempt, and the exceptions that are retried.
 
-    `on` limits it to these exceptions, `never_on` excludes some; everything else ends as failed at once.
-    How many attempts there are is the task's `max_attempts`.
+    `on` are the exceptions to retry, except those in `never_on`. After any other exception the job fails
+    permanently. The task's `max_attempts` limits the number of attempts.
     """
 
     delay: Delay
@@ -40,7 +40,7 @@ class Retry:
     def fixed(
         cls, seconds: float = 10, *, on: Errors = (BaseException,), never_on: Errors = ()
     ) -> Retry:
-        """The same pause each time."""
+        """The same delay before each retry."""
         _check(seconds=seconds)
         return cls(lambda attempt, error: seconds, on, never_on)
 
@@ -53,7 +53,7 @@ class Retry:
         on: Errors = (BaseException,),
         never_on: Errors = (),
     ) -> Retry:
-        """One step more each time, up to `cap` seconds."""
+        """A delay that grows by `step` seconds with each retry, up to `cap` seconds."""
         _check(step=step, cap=cap)
         return cls(lambda attempt, error: min(step * attempt, cap), on, never_on)
 
@@ -68,36 +68,36 @@ class Retry:
         on: Errors = (BaseException,),
         never_on: Errors = (),
     ) -> Retry:
-        """`base` seconds, then `factor` times as long each time, up to `cap`; spread by ± `jitter` of
-        it, so that jobs which failed together do not come back together."""
+        """A delay of `base` seconds that is multiplied by `factor` with each retry, up to `cap`. It varies by
+        ± `jitter` of itself, so that jobs that failed together are not retried together."""
         _check(base=base, factor=factor, cap=cap, jitter=jitter)
         if jitter > 1:
-            raise InvalidOption(f"jitter is {jitter!r}; it is a share, from 0 to 1.")
+            raise InvalidOption(f"jitter is {jitter!r}; it must be a fraction, from 0 to 1.")
 
         def delay(attempt: int, error: BaseException) -> float:
             try:
-                pause = min(base * float(factor) ** (attempt - 1), cap)
+                seconds = min(base * float(factor) ** (attempt - 1), cap)
             except OverflowError:
-                pause = cap if base else 0.0
-            return pause * (1 + jitter * (2 * random.random() - 1))  # noqa: S311
+                seconds = cap if base else 0.0
+            return seconds * (1 + jitter * (2 * random.random() - 1))  # noqa: S311
 
         return cls(delay, on, never_on)
 
     @classmethod
     def never(cls) -> Retry:
-        """No second attempt."""
+        """No retry."""
         return cls(lambda attempt, error: None)
 
     def seconds(self, attempt: int, error: BaseException) -> float | None:
-        """How long to wait after the given attempt failed with this error; None for no retry."""
+        """Seconds to wait after this attempt failed with this error, or None for no retry."""
         if not isinstance(error, self.on) or isinstance(error, self.never_on):
             return None
-        pause = self.delay(attempt, error)
-        return None if pause is None else max(0.0, float(pause))
+        delay = self.delay(attempt, error)
+        return None if delay is None else max(0.0, float(delay))
 
 
 def to_retry(value: Retry | Delay | None) -> Retry:
-    """A policy, from one, from a callable, or the default."""
+    """The policy for `retry=`: a policy, a callable, or None for the default."""
     if value is None:
         return Retry.exponential()
     if isinstance(value, Retry):
@@ -113,5 +113,5 @@ def _check(**numbers: float) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e9:
             raise InvalidOption(
-                f"{name} is {number!r}; it must be a number of seconds, not negative."
+                f"{name} is {number!r}; it must be a number of seconds that is not negative."
             )

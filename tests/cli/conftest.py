@@ -37,13 +37,13 @@ def shop(filled_shop: Shop) -> Shop:
 
 
 @pytest.fixture
-def look(shop: Shop) -> Run:
+def run_on_shop(shop: Shop) -> Run:
     """Runs a command on the shop database."""
     return lambda *arguments, **options: invoke(*arguments, "--database", shop.url, **options)
 
 
 @pytest.fixture
-def act(database: str) -> Run:
+def run(database: str) -> Run:
     """Runs a command on the test's database."""
     return lambda *arguments, **options: invoke(*arguments, "--database", database, **options)
 

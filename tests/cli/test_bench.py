@@ -70,16 +70,16 @@ def test_bench_prints_the_figures_as_json(database: str, read_json: Any) -> None
     assert schemas(database) == []
 
 
-@pytest.mark.parametrize(("width", "colour"), [(60, False), (120, True)])
+@pytest.mark.parametrize(("width", "color"), [(60, False), (120, True)])
 def test_it_shows_progress_and_fits_the_terminal(
-    terminal: Any, database: str, width: int, colour: bool
+    terminal: Any, database: str, width: int, color: bool
 ) -> None:
-    variables = {} if colour else {"NO_COLOR": "1"}
+    variables = {} if color else {"NO_COLOR": "1"}
     seen = terminal("bench", "--seconds", "1", "--database", database, width=width, **variables)
     assert seen.wait() == 0
     assert "Traceback" not in seen.text
     assert max(map(len, seen.text.splitlines())) <= width
-    assert ("\x1b[32m" in seen.raw) == colour
+    assert ("\x1b[32m" in seen.raw) == color
     # Progress, step by step,
     assert re.search(r"▶ pick-up +━*─+  p50 [\d.]+ ms", seen.text)
     assert re.search(r"✓ pick-up +p50 [\d.]+ ms, p99 [\d.]+ ms\n▶ one caller +[━─]{20}", seen.text)

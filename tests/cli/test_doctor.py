@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from howdah import JobQueue
 
 
-def test_doctor_names_problems_with_advice(look: Run, read_json: Any) -> None:
-    result = look("doctor")
+def test_doctor_names_problems_with_advice(run_on_shop: Run, read_json: Any) -> None:
+    result = run_on_shop("doctor")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0].startswith("✓ server         PostgreSQL ")
-    found = {each["check"]: each for each in read_json(look("doctor", "--json"))}
+    found = {each["check"]: each for each in read_json(run_on_shop("doctor", "--json"))}
     assert found["schema"]["level"] == "ok"
     # fsync is off on the test server, for speed
     assert found["durability"]["level"] == "problem"
@@ -31,12 +31,12 @@ def test_doctor_names_problems_with_advice(look: Run, read_json: Any) -> None:
 
 
 def test_doctor_reports_expired_leases(
-    act: Run, queue: JobQueue, connect: Any, read_json: Any
+    run: Run, queue: JobQueue, connect: Any, read_json: Any
 ) -> None:
     queue.enqueue("work")
     queue.claim_one()
     connect().execute("UPDATE howdah.live_jobs SET lease_expires_at = now() - interval '1 min'")
-    found = {each["check"]: each for each in read_json(act("doctor", "--json"))}
+    found = {each["check"]: each for each in read_json(run("doctor", "--json"))}
     assert found["leases"]["level"] == "problem"
     assert "howdah recover" in found["leases"]["advice"]
 

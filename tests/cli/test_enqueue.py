@@ -46,8 +46,8 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tasks")
-def test_a_call_of_a_task_is_enqueued_with_its_options(act: Run, queue: JobQueue) -> None:
-    result = act("enqueue", "cli_shop:resize", "path=42", 'size={"width": 400}', "factor=2",
+def test_a_call_of_a_task_is_enqueued_with_its_options(run: Run, queue: JobQueue) -> None:
+    result = run("enqueue", "cli_shop:resize", "path=42", 'size={"width": 400}', "factor=2",
                  'tags=["a","b"]', "--delay", "1h", "--ordering-key", "k")  # fmt: skip
     assert (result.exit_code, result.stderr) == (0, "")
     job = queue.get(result.stdout.strip())
@@ -60,9 +60,9 @@ def test_a_call_of_a_task_is_enqueued_with_its_options(act: Run, queue: JobQueue
 @pytest.mark.usefixtures("tasks")
 @pytest.mark.parametrize("name", ["cli_shop:send", "cli_shop:mail.send", "cli_shop:app:mail.send"])
 def test_a_task_is_named_by_its_function_or_its_registered_name(
-    act: Run, queue: JobQueue, name: str
+    run: Run, queue: JobQueue, name: str
 ) -> None:
-    job = queue.get(act("enqueue", name, "to=a=b").stdout.strip())
+    job = queue.get(run("enqueue", name, "to=a=b").stdout.strip())
     assert (job.job_type, job.queue, job.priority, job.data) == (
         "mail.send", "mail", 150, {"to": "a=b"})  # fmt: skip
 
@@ -86,52 +86,72 @@ def test_a_task_is_named_by_its_function_or_its_registered_name(
         (["cli_shop:send", "to=a", "--timeout", "5s"], "--timeout needs --wait."),
     ],
 )  # fmt: skip
-def test_a_wrong_call_is_one_sentence_and_code_2(act: Run, words: list[str], sentence: str) -> None:
-    result = act("enqueue", *words)
+def test_a_wrong_call_is_one_sentence_and_code_2(run: Run, words: list[str], sentence: str) -> None:
+    result = run("enqueue", *words)
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"Error: {sentence}\n")
 
 
 @pytest.mark.usefixtures("tasks")
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["path=a"], "missing a required argument: 'size'."),
+        (["path=a", 'size={"width": "wide"}'],
+         "argument 'size': Expected `int`, got `str` - at `$.width`."),
+        (["path=a", 'size={"width": 1}', "color=red"],
+         "got an unexpected keyword argument 'color'."),
+    ],
+)  # fmt: skip
 def test_arguments_are_checked_against_the_signature_and_nothing_is_enqueued(
-    act: Run, queue: JobQueue
+    run: Run, queue: JobQueue, words: list[str], problem: str
 ) -> None:
-    for words in (["path=a"], ["path=a", 'size={"width": "wide"}'], ["path=a", "colour=red"]):
-        result = act("enqueue", "cli_shop:resize", *words)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.startswith("Error: resize")
-        assert len(result.stderr.splitlines()) == 1
+    result = run("enqueue", "cli_shop:resize", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: resize")
+    assert result.stderr.endswith(f": {problem}\n")
+    assert len(result.stderr.splitlines()) == 1
     assert queue.pending() == 0
 
 
-def test_a_bare_job_needs_no_app(act: Run, queue: JobQueue, read_json: Any) -> None:
-    result = act("enqueue", "--type", "send-email", "to=alice", "n=3", "--queue", "mail",
+def test_a_bare_job_needs_no_app(run: Run, queue: JobQueue, read_json: Any) -> None:
+    result = run("enqueue", "--type", "send-email", "to=alice", "n=3", "--queue", "mail",
                  "--priority", 30, "--key", "welcome", "--json")  # fmt: skip
     [answer] = read_json(result)
     job = queue.get(answer["id"])
     assert answer["is_new"] is True
     assert (job.job_type, job.queue, job.priority) == ("send-email", "mail", 30)
     assert job.data == {"to": "alice", "n": 3}
-    again = act("enqueue", "--type", "send-email", "--key", "welcome")
+    again = run("enqueue", "--type", "send-email", "--key", "welcome")
     assert again.stdout == f"{job.id}\n"
     assert again.stderr == "A job with this key was enqueued before; this is its id.\n"
 
 
-def test_data_is_json_to_which_arguments_are_added(act: Run, queue: JobQueue) -> None:
-    one = act("enqueue", "--type", "t", "--data", '{"a": {"b": [1]}}', "c=true").stdout.strip()
+def test_data_is_json_to_which_arguments_are_added(run: Run, queue: JobQueue) -> None:
+    one = run("enqueue", "--type", "t", "--data", '{"a": {"b": [1]}}', "c=true").stdout.strip()
     assert queue.get(one).data == {"a": {"b": [1]}, "c": True}
-    refused = act("enqueue", "--type", "t", "--data", "[1]", "c=true")
+    refused = run("enqueue", "--type", "t", "--data", "[1]", "c=true")
     assert (refused.exit_code, refused.stderr) == (
         2,
         "Error: --data must be a JSON object if KEY=VALUE arguments are given too.\n",
     )
 
 
-def test_a_bad_job_is_refused_in_one_sentence(act: Run) -> None:
-    for words in (["--type", "x" * 300], ["--type", ""], ["--type", "t", "--data", '"' + "x" * 70000 + '"'],
-                  ["--type", "t", "--priority", "5000"], ["--type", "t", "--delay", "soon"]):  # fmt: skip
-        result = act("enqueue", *words)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert "Error: " in result.stderr
+@pytest.mark.parametrize(
+    ("options", "beginning"),
+    [
+        (["--type", "x" * 300], "job_type is 300 characters long"),
+        (["--type", ""], "job_type is empty"),
+        (["--type", "t", "--data", '"' + "x" * 70000 + '"'], "data is 70,002 bytes of JSON"),
+        (["--type", "t", "--priority", "5000"], "Invalid value for '--priority': 5000 is not in the range"),
+        (["--type", "t", "--delay", "soon"], '"soon" is not a duration; write it as 30s, 5m, 2h or 7d.'),
+    ],
+)  # fmt: skip
+def test_an_invalid_job_is_one_sentence_and_code_2(
+    run: Run, options: list[str], beginning: str
+) -> None:
+    result = run("enqueue", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith(f"Error: {beginning}")
 
 
 @pytest.mark.usefixtures("tasks")

@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     ],
 )  # fmt: skip
 def test_explain_gives_the_reason_for_each_state(
-    look: Run, shop: Shop, read_json: Any, name: str, code: str, text: str
+    run_on_shop: Run, shop: Shop, read_json: Any, name: str, code: str, text: str
 ) -> None:
     job_id = getattr(shop, name)
-    result = look("explain", job_id)
+    result = run_on_shop("explain", job_id)
     assert result.exit_code == 0
     assert text in result.stdout
-    [answer] = read_json(look("explain", job_id, "--json"))
+    [answer] = read_json(run_on_shop("explain", job_id, "--json"))
     assert answer["id"] == str(job_id)
     assert [reason["code"] for reason in answer["reasons"]] == [code]
 
 
 def test_explain_names_the_key_holder_the_jobs_before_and_the_estimated_start(
-    look: Run, shop: Shop, read_json: Any
+    run_on_shop: Run, shop: Shop, read_json: Any
 ) -> None:
-    assert str(shop.running) in look("explain", shop.blocked).stdout
-    [answer] = read_json(look("explain", shop.misspelt, "--json"))
+    assert str(shop.running) in run_on_shop("explain", shop.blocked).stdout
+    [answer] = read_json(run_on_shop("explain", shop.misspelt, "--json"))
     assert answer["ahead"] == 2
-    [answer] = read_json(look("explain", shop.pending, "--json"))
+    [answer] = read_json(run_on_shop("explain", shop.pending, "--json"))
     assert answer["starts_at"] is not None
 
 
-def test_explain_says_that_no_worker_is_running(act: Run, queue: JobQueue) -> None:
+def test_explain_says_that_no_worker_is_running(run: Run, queue: JobQueue) -> None:
     job = queue.enqueue("work")
-    assert "no worker is running; start one with `howdah worker`" in act("explain", job.id).stdout
+    assert "no worker is running; start one with `howdah worker`" in run("explain", job.id).stdout
 
 
 def test_explain_fits_a_narrow_terminal(terminal: Any, shop: Shop) -> None:

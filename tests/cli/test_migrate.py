@@ -238,17 +238,22 @@ def test_check_prints_the_statements_that_repair_a_schema(database: str) -> None
         "ADD CONSTRAINT kind_length CHECK (length(kind) < 50)",
     )
     lines = run("--database", database, "--check").stdout.splitlines()
-    start = lines.index("`howdah migrate` changes functions only. Run this for the rest:")
+    start = lines.index("`howdah migrate` repairs functions only. Run this for the rest:")
     assert CLAIM_INDEX + ";" in lines[start:]
     change(database, *lines[start + 1 :])
     assert differences(database) == []
 
 
 def test_check_names_what_it_has_no_statement_for(database: str) -> None:
-    change(database, "ALTER TABLE howdah.workers DROP COLUMN host")
-    assert run("--database", database, "--check").stdout.splitlines()[-1] == (
-        "No statement is safe for every database here; repair by hand: column workers.host."
+    change(
+        database,
+        "ALTER TABLE howdah.workers DROP COLUMN host",
+        "CREATE FUNCTION howdah.cancel_jobs(uuid) RETURNS void LANGUAGE sql AS ''",
     )
+    assert run("--database", database, "--check").stdout.splitlines()[-2:] == [
+        "Remove or move what was added: function cancel_jobs(uuid).",
+        "Repair by hand or from a backup, as data may be lost: column workers.host.",
+    ]
 
 
 def test_migrating_repairs_functions_and_names_the_rest(database: str) -> None:
@@ -438,7 +443,7 @@ def test_too_new_a_schema_is_refused(database: str) -> None:
         result = run("--database", database, *options)
         assert (result.exit_code, result.stderr) == (
             1,
-            'Error: schema "howdah" is at version 900, and this Howdah knows versions up to '
+            'Error: schema "howdah" is at version 900, and this Howdah supports versions up to '
             f"{LATEST}. Upgrade the howdah package in this environment.\n",
         )
 

@@ -24,12 +24,12 @@ def fail_one(queue: JobQueue, **options: Any) -> UUID:
     return job_id
 
 
-def test_retry_reopens_a_failed_job(act: Run, queue: JobQueue) -> None:
+def test_retry_reopens_a_failed_job(run: Run, queue: JobQueue) -> None:
     job_id = fail_one(queue)
-    result = act("retry", str(job_id)[-12:])
+    result = run("retry", str(job_id)[-12:])
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{job_id}  retried\n", "")
     assert queue.get(job_id).status is Status.PENDING
-    again = act("retry", job_id)
+    again = run("retry", job_id)
     assert (again.exit_code, again.stdout) == (1, "")
     assert again.stderr == (
         f"Error: job {job_id} cannot be retried: it is not finished (pending).\n"
@@ -37,27 +37,27 @@ def test_retry_reopens_a_failed_job(act: Run, queue: JobQueue) -> None:
 
 
 def test_cancel_ends_a_waiting_job_and_requests_the_end_of_a_running_one(
-    act: Run, queue: JobQueue, read_json: Any
+    run: Run, queue: JobQueue, read_json: Any
 ) -> None:
     running = queue.enqueue("work").id
     queue.claim_one()
     waiting = queue.enqueue("work").id
-    assert act("cancel", running, waiting).stdout == (
+    assert run("cancel", running, waiting).stdout == (
         f"{running}  cancelling\n{waiting}  cancelled\n"
     )
     assert queue.get(waiting).status is Status.CANCELLED
     assert queue.get(running).cancel_requested
-    [answer] = read_json(act("cancel", waiting, "--json"))
+    [answer] = read_json(run("cancel", waiting, "--json"))
     assert answer == {"id": str(waiting), "outcome": "refused", "status": "cancelled"}
 
 
 def test_rm_deletes_finished_jobs_and_their_events_only(
-    act: Run, queue: JobQueue, connect: Any
+    run: Run, queue: JobQueue, connect: Any
 ) -> None:
     failed = fail_one(queue)
     running = queue.enqueue("work").id
     queue.claim_one()
-    result = act("rm", failed, running)
+    result = run("rm", failed, running)
     assert (result.exit_code, result.stdout) == (1, f"{failed}  removed\n")
     assert result.stderr == (
         f"Error: job {running} cannot be removed: it is not finished; cancel it first (running).\n"
@@ -68,62 +68,62 @@ def test_rm_deletes_finished_jobs_and_their_events_only(
     assert connect().execute("SELECT count(*) FROM howdah.job_events").fetchone() == (0,)
 
 
-def test_with_conditions_it_prints_the_count_and_asks(act: Run, queue: JobQueue) -> None:
+def test_with_conditions_it_prints_the_count_and_asks(run: Run, queue: JobQueue) -> None:
     for n in range(3):
         fail_one(queue, data={"n": n})
-    refused = act("retry", "--where", "type=charge", input="n\n")
+    refused = run("retry", "--where", "type=charge", input="n\n")
     assert refused.exit_code == 1
     assert refused.stderr == "Retry 3 jobs? [y/N]: n\nError: no job was changed.\n"
     assert queue.counts()[Status.FAILED] == 3
-    agreed = act("retry", "--where", "type=charge", "--where", "data.n>0", input="y\n")
+    agreed = run("retry", "--where", "type=charge", "--where", "data.n>0", input="y\n")
     assert (agreed.exit_code, agreed.stdout) == (0, "2 jobs retried.\n")
     assert queue.counts()[Status.FAILED] == 1
 
 
-def test_without_an_answer_nothing_is_changed(act: Run, queue: JobQueue) -> None:
+def test_without_an_answer_nothing_is_changed(run: Run, queue: JobQueue) -> None:
     fail_one(queue)
-    result = act("rm", "--where", "type=charge", input="")
+    result = run("rm", "--where", "type=charge", input="")
     assert (result.exit_code, result.stderr) == (1, "Remove 1 job? [y/N]: Aborted!\n")
     assert queue.counts()[Status.FAILED] == 1
 
 
-def test_a_dry_run_changes_nothing(act: Run, queue: JobQueue, read_json: Any) -> None:
+def test_a_dry_run_changes_nothing(run: Run, queue: JobQueue, read_json: Any) -> None:
     failed = fail_one(queue)
     waiting = queue.enqueue("charge").id
     before = [queue.get(failed), queue.get(waiting)]
     for command, job_id in (("retry", failed), ("rm", failed), ("cancel", waiting)):
-        result = act(command, job_id, "--dry-run")
+        result = run(command, job_id, "--dry-run")
         assert result.exit_code == 0
         assert f"{job_id}  would be " in result.stdout
-        result = act(command, "--where", "type=charge", "--dry-run")
+        result = run(command, "--where", "type=charge", "--dry-run")
         assert result.exit_code == 0
         assert result.stdout.startswith("1 job would be ")
         assert str(job_id) in result.stdout
-        [answer] = read_json(act(command, "--where", "type=charge", "--dry-run", "--json"))
+        [answer] = read_json(run(command, "--where", "type=charge", "--dry-run", "--json"))
         assert (answer["matched"], answer["dry_run"]) == (1, True)
     assert [queue.get(failed), queue.get(waiting)] == before
 
 
 def test_retry_with_conditions_skips_completed_jobs_unless_the_status_is_named(
-    act: Run, queue: JobQueue
+    run: Run, queue: JobQueue
 ) -> None:
     queue.enqueue("charge")
     job = queue.claim_one()
     assert job is not None
     queue.complete(job)
-    result = act("retry", "--where", "type=charge", "--yes")
+    result = run("retry", "--where", "type=charge", "--yes")
     assert result.stdout == "No job that could be retried matches.\n"
-    result = act("retry", "--where", "status=completed", "--yes")
+    result = run("retry", "--where", "status=completed", "--yes")
     assert result.stdout == "1 job retried.\n"
 
 
 def test_more_jobs_than_a_batch_are_changed_once_each(
-    act: Run, queue: JobQueue, read_json: Any
+    run: Run, queue: JobQueue, read_json: Any
 ) -> None:
     queue.enqueue_many([("bulk", {"n": n}) for n in range(1200)])
-    [answer] = read_json(act("cancel", "--where", "type=bulk", "--yes", "--json"))
+    [answer] = read_json(run("cancel", "--where", "type=bulk", "--yes", "--json"))
     assert answer == {"matched": 1200, "cancelled": 1200, "dry_run": False}
-    [answer] = read_json(act("rm", "--where", "type=bulk", "--yes", "--json"))
+    [answer] = read_json(run("rm", "--where", "type=bulk", "--yes", "--json"))
     assert answer == {"matched": 1200, "removed": 1200, "dry_run": False}
     assert sum(queue.counts().values()) == 0
 
@@ -141,63 +141,63 @@ def test_many_jobs_show_a_progress_bar_in_a_terminal(
 
 
 @pytest.mark.parametrize("command", ["retry", "cancel", "rm"])
-def test_either_ids_or_conditions_are_required(act: Run, command: str) -> None:
+def test_either_ids_or_conditions_are_required(run: Run, command: str) -> None:
     for arguments in ([], ["01890000", "--where", "type=x"]):
-        result = act(command, *arguments)
+        result = run(command, *arguments)
         assert (result.exit_code, result.stderr) == (
             2,
             "Error: name jobs either by their ids or with --where.\n",
         )
-    result = act(command, "01890000", "--dry-run", "--yes")
+    result = run(command, "01890000", "--dry-run", "--yes")
     assert (result.exit_code, result.stderr) == (
         2,
         "Error: --dry-run and --yes cannot be used together.\n",
     )
 
 
-def test_sql_in_a_condition_is_not_executed(act: Run, queue: JobQueue) -> None:
+def test_sql_in_a_condition_is_not_executed(run: Run, queue: JobQueue) -> None:
     fail_one(queue)
     for hostile in ("'; DELETE FROM howdah.jobs; --", "' OR '1'='1", "x) OR (true"):
         for name in ("type", "error", "data.a"):
-            result = act("rm", "--where", f"{name}={hostile}", "--yes")
+            result = run("rm", "--where", f"{name}={hostile}", "--yes")
             assert result.stdout == "No job that could be removed matches.\n"
     assert queue.counts()[Status.FAILED] == 1
 
 
 def test_recover_takes_expired_leases_and_with_a_timeout_old_claims(
-    act: Run, queue: JobQueue, connect: Any, read_json: Any
+    run: Run, queue: JobQueue, connect: Any, read_json: Any
 ) -> None:
     queue.enqueue("work")
     queue.claim_one()
-    assert act("recover").stdout == "0 jobs recovered.\n"
-    assert act("recover", "--timeout", "1h").stdout == "0 jobs recovered.\n"
-    assert act("recover", "--timeout", "0s").stdout == "1 job recovered.\n"
+    assert run("recover").stdout == "0 jobs recovered.\n"
+    assert run("recover", "--timeout", "1h").stdout == "0 jobs recovered.\n"
+    assert run("recover", "--timeout", "0s").stdout == "1 job recovered.\n"
     queue.claim_one()
     connect().execute(
         "UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp() - interval '1 s'"
     )
-    assert read_json(act("recover", "--json")) == [{"recovered": 1}]
+    assert read_json(run("recover", "--json")) == [{"recovered": 1}]
 
 
-def test_clear_deletes_jobs_that_are_old_enough(act: Run, queue: JobQueue, read_json: Any) -> None:
+def test_clear_deletes_jobs_that_are_old_enough(run: Run, queue: JobQueue, read_json: Any) -> None:
     fail_one(queue)
     queue.cancel(queue.enqueue("work"))
-    assert act("clear", "--older-than", "7d").stdout == (
+    assert run("clear", "--older-than", "7d").stdout == (
         "0 finished jobs older than 7 days cleared.\n"
     )
-    assert act("clear", "--older-than", "0s", "--status", "failed").exit_code == 0
+    assert run("clear", "--older-than", "0s", "--status", "failed").exit_code == 0
     assert queue.counts()[Status.FAILED] == 0
-    assert read_json(act("clear", "--older-than", "0s", "--json")) == [{"cleared": 1}]
+    assert read_json(run("clear", "--older-than", "0s", "--json")) == [{"cleared": 1}]
 
 
-def test_clear_requires_a_duration_and_final_statuses(act: Run) -> None:
-    assert act("clear").exit_code == 2
-    result = act("clear", "--older-than", "a week")
+def test_clear_requires_a_duration_and_final_statuses(run: Run) -> None:
+    assert run("clear").exit_code == 2
+    result = run("clear", "--older-than", "a week")
     assert (result.exit_code, result.stderr) == (
         2,
         'Error: "a week" is not a duration; write it as 30s, 5m, 2h or 7d.\n',
     )
-    result = act("clear", "--older-than", "7d", "--status", "running")
+    result = run("clear", "--older-than", "7d", "--status", "running")
     assert (result.exit_code, result.stderr) == (
         2,
         "Error: a running job is not finished; use completed, failed, cancelled.\n",

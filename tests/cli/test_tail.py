@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from howdah import JobQueue
 
 
-def test_tail_prints_recent_occurrences_in_order(look: Run, shop: Shop, read_json: Any) -> None:
-    found = read_json(look("tail", "--no-follow", "--lines", 100, "--json"))
+def test_tail_prints_recent_occurrences_in_order(
+    run_on_shop: Run, shop: Shop, read_json: Any
+) -> None:
+    found = read_json(run_on_shop("tail", "--no-follow", "--lines", 100, "--json"))
     happened = [(each["what"], each["job_id"]) for each in found]
     completed, failed = str(shop.completed), str(shop.failed)
     assert happened[:3] == [("enqueued", completed), ("event", completed), ("completed", completed)]
@@ -36,19 +38,19 @@ def test_tail_prints_recent_occurrences_in_order(look: Run, shop: Shop, read_jso
 
 
 def test_tail_prints_the_last_lines_with_complete_ids_and_filters_them(
-    look: Run, shop: Shop
+    run_on_shop: Run, shop: Shop
 ) -> None:
-    text = look("tail", "--no-follow", "--lines", 2).stdout
+    text = run_on_shop("tail", "--no-follow", "--lines", 2).stdout
     assert ids(text) == [str(shop.evil), str(shop.misspelt)]
-    only = look("tail", "--no-follow", "--type", "charge").stdout
+    only = run_on_shop("tail", "--no-follow", "--type", "charge").stdout
     assert set(ids(only)) == {str(shop.failed)}
     assert "attempt 1: CardError: declined 1 …" in only
-    assert set(ids(look("tail", "--no-follow", "--queue", "mail").stdout)) == {
+    assert set(ids(run_on_shop("tail", "--no-follow", "--queue", "mail").stdout)) == {
         str(shop.running), str(shop.blocked)}  # fmt: skip
 
 
-def test_tail_of_an_empty_queue_says_so(act: Run) -> None:
-    result = act("tail", "--no-follow")
+def test_tail_of_an_empty_queue_says_so(run: Run) -> None:
+    result = run("tail", "--no-follow")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "Nothing happened in the last 1 h.\n"
 

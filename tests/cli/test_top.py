@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from howdah import JobQueue
 
 
-def test_piped_top_prints_one_frame(look: Run) -> None:
-    result = look("top")
+def test_piped_top_prints_one_frame(run_on_shop: Run) -> None:
+    result = run_on_shop("top")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0][8:].startswith('  database "shop" at ')
@@ -23,11 +23,11 @@ def test_piped_top_prints_one_frame(look: Run) -> None:
     assert lines[2].startswith("completed ")
     assert "600 in 5 min" in lines[2]
     assert any(line.startswith("worker-1 ") for line in lines)
-    assert look("top", "--once").stdout.splitlines()[1] == lines[1]
+    assert run_on_shop("top", "--once").stdout.splitlines()[1] == lines[1]
 
 
-def test_top_prints_a_frame_as_json(look: Run, read_json: Any) -> None:
-    [frame] = read_json(look("top", "--json"))
+def test_top_prints_a_frame_as_json(run_on_shop: Run, read_json: Any) -> None:
+    [frame] = read_json(run_on_shop("top", "--json"))
     assert (frame["due"], frame["running"], frame["scheduled"], frame["blocked"]) == (3, 1, 1, 1)
     assert sum(frame["completed"]) == 600
     resize = next(lane for lane in frame["lanes"] if lane["job_type"] == "resize")
@@ -35,11 +35,11 @@ def test_top_prints_a_frame_as_json(look: Run, read_json: Any) -> None:
     assert [worker["worker_id"] for worker in frame["workers"]] == ["worker-1"]
 
 
-@pytest.mark.parametrize(("width", "colour"), [(60, False), (120, True)])
+@pytest.mark.parametrize(("width", "color"), [(60, False), (120, True)])
 def test_top_refreshes_until_q_and_restores_the_terminal(
-    terminal: Any, shop: Shop, width: int, colour: bool
+    terminal: Any, shop: Shop, width: int, color: bool
 ) -> None:
-    variables = {} if colour else {"NO_COLOR": "1"}
+    variables = {} if color else {"NO_COLOR": "1"}
     seen = terminal("top", "--interval", "100ms", "--database", shop.url, width=width, height=20,
                     **variables)  # fmt: skip
     seen.read(until="worker-1", times=3)
@@ -48,7 +48,7 @@ def test_top_refreshes_until_q_and_restores_the_terminal(
     assert "Traceback" not in seen.text
     frame = seen.text[: seen.text.index("worker-1")]
     assert max(map(len, frame.splitlines())) <= width
-    assert ("\x1b[32m" in seen.raw) == colour
+    assert ("\x1b[32m" in seen.raw) == color
     assert seen.raw.endswith("\x1b[?25h\x1b[?1049l"), "cursor and screen are restored"
 
 

@@ -45,22 +45,22 @@ def work(database: str, *, fail: bool = False, watched: bool = True) -> Callable
 
 
 def test_enqueue_and_wait_prints_the_result(
-    act: Run, database: str, meanwhile: Any, read_json: Any
+    run: Run, database: str, meanwhile: Any, read_json: Any
 ) -> None:
     with meanwhile(work(database)):
-        result = act("enqueue", "--type", "t", "--wait")
+        result = run("enqueue", "--type", "t", "--wait")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[1:] == ['{"pages": 3}']
     assert result.stderr.startswith("Completed in ")
     with meanwhile(work(database)):
-        first, last = read_json(act("enqueue", "--type", "t", "--wait", "--json"))
+        first, last = read_json(run("enqueue", "--type", "t", "--wait", "--json"))
     assert first["id"] == last["id"]
     assert (last["status"], last["result"]) == ("completed", {"pages": 3})
 
 
-def test_a_failed_job_is_code_5(act: Run, database: str, meanwhile: Any) -> None:
+def test_a_failed_job_is_code_5(run: Run, database: str, meanwhile: Any) -> None:
     with meanwhile(work(database, fail=True)):
-        result = act("enqueue", "--type", "t", "--wait")
+        result = run("enqueue", "--type", "t", "--wait")
     assert result.exit_code == 5
     [job_id] = ids(result.stdout)
     sentence = (
@@ -68,22 +68,22 @@ def test_a_failed_job_is_code_5(act: Run, database: str, meanwhile: Any) -> None
     )
     assert result.stderr == sentence
     for command in ("wait", "watch"):
-        again = act(command, job_id)
+        again = run(command, job_id)
         assert (again.exit_code, again.stderr) == (5, sentence)
-        assert act(command, job_id, "--json").exit_code == 5
+        assert run(command, job_id, "--json").exit_code == 5
 
 
-def test_a_cancelled_job_is_code_5(look: Run, shop: Shop) -> None:
-    result = look("wait", shop.cancelled)
+def test_a_cancelled_job_is_code_5(run_on_shop: Run, shop: Shop) -> None:
+    result = run_on_shop("wait", shop.cancelled)
     assert (result.exit_code, result.stdout) == (5, "")
     assert result.stderr == f"Error: job {shop.cancelled} (resize) was cancelled.\n"
 
 
-def test_waiting_too_long_is_code_1(look: Run, shop: Shop) -> None:
-    result = look("wait", shop.pending, "--timeout", "200ms")
+def test_waiting_too_long_is_code_1(run_on_shop: Run, shop: Shop) -> None:
+    result = run_on_shop("wait", shop.pending, "--timeout", "200ms")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
-        f"Error: job {shop.pending} did not end within 0.2 seconds; it goes on.\n"
+        f"Error: job {shop.pending} did not end within 0.2 seconds; it continues.\n"
     )
 
 
@@ -102,17 +102,17 @@ def test_a_job_that_is_not_kept_counts_as_completed(
 
 
 def test_piped_watch_prints_every_change(
-    act: Run, database: str, queue: JobQueue, meanwhile: Any, read_json: Any
+    run: Run, database: str, queue: JobQueue, meanwhile: Any, read_json: Any
 ) -> None:
     job = queue.enqueue("t")
     with meanwhile(work(database)):
-        lines = act("watch", job.id).stdout.splitlines()
+        lines = run("watch", job.id).stdout.splitlines()
     assert any(line.endswith('  step  {"n": 1}') for line in lines)
     assert "completed  100 %  step 2" in lines
     assert lines[-1] == '{"pages": 3}'
     job = queue.enqueue("t")
     with meanwhile(work(database)):
-        changes = read_json(act("watch", job.id, "--json"))
+        changes = read_json(run("watch", job.id, "--json"))
     assert changes[-1]["status"] == "completed"
     assert [e["data"]["n"] for change in changes for e in change["events"]] == [1, 2]
 

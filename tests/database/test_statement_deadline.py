@@ -15,7 +15,7 @@ import pytest
 
 from howdah import AsyncJobQueue, DatabaseUnreachable, JobQueue
 from howdah.database.async_store import AsyncStore
-from howdah.database.driver_errors import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
+from howdah.database.retry_loop import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.database.store import Store
 from howdah.protocol.statements import LONG_TIMEOUT_SECONDS, Statement, Statements
 
@@ -54,8 +54,8 @@ async def afar(url: str, queue: JobQueue) -> AsyncIterator[AsyncJobQueue]:
 
 def test_a_connection_is_waited_for_less_long_than_an_answer() -> None:
     assert TIMEOUT_SECONDS < COMMAND_TIMEOUT_SECONDS < LONG_TIMEOUT_SECONDS
-    assert JobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT_SECONDS
-    assert AsyncJobQueue()._backend.store._command_timeout == COMMAND_TIMEOUT_SECONDS
+    assert JobQueue()._backend.store._settings.command_timeout == COMMAND_TIMEOUT_SECONDS
+    assert AsyncJobQueue()._backend.store._settings.command_timeout == COMMAND_TIMEOUT_SECONDS
 
 
 # ── nobody waits for ever, and nothing is done twice ──────────────────────────────────────────────

@@ -30,8 +30,8 @@ from howdah import (
     SchemaMissing,
 )
 from howdah.database import async_store
-from howdah.database.async_store import AT_HAND, AsyncStore
-from howdah.database.driver_errors import POOL_CONNECTIONS, TIMEOUT_SECONDS
+from howdah.database.async_store import KEPT_CONNECTIONS, AsyncStore
+from howdah.database.retry_loop import POOL_CONNECTIONS, TIMEOUT_SECONDS
 from howdah.database.store import Store, _stores
 from howdah.embedded import EmbeddedServer
 from howdah.protocol.statements import Statement
@@ -296,7 +296,7 @@ def test_a_server_that_is_away_is_tried_again_and_again(proxy: Proxy, database: 
 def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: EmbeddedServer) -> None:
     queue = JobQueue(own_server.url, schema="away")
     queue.enqueue("a")
-    queue._backend.store._timeout = 0.3  # the first call took its time
+    queue._backend.store._settings.timeout = 0.3  # the first call took its time
     own_server.stop("fast")
     began = time.monotonic()
     try:
@@ -600,12 +600,12 @@ async def store(database: str) -> AsyncIterator[AsyncStore]:
 
 async def test_one_statement_after_the_other_has_the_same_connection(store: AsyncStore) -> None:
     assert len({await store.run(PID) for _ in range(20)}) == 1
-    assert len(store._at_hand) == 1
+    assert len(store._kept) == 1
 
 
-async def test_a_connection_at_hand_is_kept_from_nobody(store: AsyncStore) -> None:
+async def test_a_connection_kept_is_kept_from_nobody(store: AsyncStore) -> None:
     await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
-    assert len(store._at_hand) == AT_HAND
+    assert len(store._kept) == KEPT_CONNECTIONS
     await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
 
 
@@ -613,7 +613,7 @@ async def test_a_connection_that_was_idle_for_long_is_not_trusted(
     store: AsyncStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await store.run(PID)
-    monkeypatch.setattr(async_store, "STALE", 0.0)
+    monkeypatch.setattr(async_store, "KEPT_SECONDS", 0.0)
     assert await store.run(PID) != first
 
 
@@ -623,11 +623,11 @@ async def test_a_connection_whose_statement_was_cancelled_is_not_kept(store: Asy
         store.run(Statement("test", "SELECT pg_sleep(60)", (), lambda _: None))
     )
     await asyncio.sleep(0.1)
-    assert not store._at_hand
+    assert not store._kept
     long.cancel()
     with pytest.raises(asyncio.CancelledError):
         await long
-    assert not store._at_hand
+    assert not store._kept
     assert await store.run(PID)
 
 
@@ -639,7 +639,7 @@ async def test_closing_while_a_statement_is_under_way_leaves_no_connection(
     await asyncio.sleep(0)
     await store.close()
     await nap
-    assert not store._at_hand
+    assert not store._kept
     left = connect().execute("SELECT count(*) FROM pg_stat_activity WHERE pid = %s", [pid])
     assert left.fetchone() == (0,)
 

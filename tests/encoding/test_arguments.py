@@ -90,7 +90,7 @@ def test_what_fits_is_read_at_once() -> None:
         (rich, RICH),
     ):
         arguments = Arguments.of(function, function.__name__, Context)
-        assert arguments._fit(msgspec.json.encode(data)) is not None
+        assert arguments._decode_fast(msgspec.json.encode(data)) is not None
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,14 @@ def test_a_call_that_does_not_fit_is_refused(args: tuple[Any, ...], kwargs: dict
 def test_arguments_of_the_exact_types_need_no_other_look(args: tuple[Any, ...]) -> None:
     quick = Arguments.of(plain, "plain", Context)
     ends: list[Any] = []
-    for arguments in (quick, replace(quick, exact=None), replace(quick, exact=None, shape=None)):
+    for arguments in (
+        quick,
+        replace(quick, exact_types=None),
+        replace(quick, exact_types=None, fast_decoder=None),
+    ):
         try:
             ends.append(arguments.pack(args, {}))
         except InvalidJob as error:
             ends.append(str(error))
     assert ends[0] == ends[1] == ends[2]
-    assert quick.exact == [int, str]
+    assert quick.exact_types == [int, str]

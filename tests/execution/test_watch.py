@@ -208,7 +208,7 @@ async def test_a_result_that_does_not_come_in_time_leaves_the_job_alone(
 ) -> None:
     handle = await stepping.aenqueue()
     await eventually(gate.began.is_set)
-    with pytest.raises(ResultTimeout, match=r"did not end within 0\.2 seconds; it goes on"):
+    with pytest.raises(ResultTimeout, match=r"did not end within 0\.2 seconds; it continues"):
         await handle.aresult(0.2)
     with pytest.raises(TimeoutError):
         await asyncio.to_thread(handle.result, 0.2)

@@ -65,7 +65,7 @@ def test_a_late_job_that_was_locked_when_it_was_sent_behind_the_holder_is_not_st
     system.enqueue(1, Spec(key="k"))
     system.begin(1)
     (holder,) = system.claim(1)
-    system.commit(0)  # the holder is locked: left unassigned_keys
+    system.commit(0)  # the holder is locked: left unassigned
     system.commit(1)
     system.begin(2)
     system.cancel(2, [late])

@@ -1,5 +1,5 @@
-"""The model is only worth what it catches: each guard of the protocol is taken out once, in the
-database itself, and the walk to that guard must then end in a violation."""
+"""Proves that the model catches mistakes: each guard of the protocol is removed once, in the installed function, and
+the walk that depends on it must then end in a violation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A guard taken out: which text of which function, and the walk that misses it."""
+    """A removed guard: the text of the function that is replaced, and the walk that catches it."""
 
     guard: str
     function: str
     edits: dict[str, str]
     caught_by: Callable[[System], None]
     says: str
-    walks: int = 0  # random ones that find it as well
+    walks: int = 0  # random walks that catch it too; 0: not tried
 
 
 MUTANTS = [
@@ -88,14 +88,14 @@ MUTANTS = [
         walks=200,
     ),
     Mutant(
-        "the bound on refunds",
+        "the limit of attempts that do not count",
         "requeue_jobs",
         {"j.claims - j.attempts < 10": "true"},
         scenarios.a_job_kills_its_workers_before_they_can_say_so,
         says="'attempts': 1, 'claims': 11",
     ),
     Mutant(
-        "the refund of a job that was only prefetched",
+        "an attempt of a job that was only prefetched does not count",
         "requeue_jobs",
         {
             "p_why = 'release' OR (j.started_at IS NULL AND j.claims - j.attempts < 10))::int": "false)::int"
@@ -112,7 +112,7 @@ MUTANTS = [
         says="only from where the claim saw it",
     ),
     Mutant(
-        "what comes back goes above the head",
+        "a requeued job is due above the head",
         "requeue_at",
         {"least(min(l.head_at), clock_timestamp())": "NULL::timestamptz"},
         scenarios.a_job_comes_back_below_the_head,
@@ -133,7 +133,7 @@ MUTANTS = [
         says="P5: waited",
     ),
     Mutant(
-        "the second look for a holder",
+        "the second check for a key holder",
         "assign_key",
         {
             "NOT EXISTS (SELECT FROM live_jobs AS j "
@@ -144,14 +144,14 @@ MUTANTS = [
         walks=200,
     ),
     Mutant(
-        "late committers go behind the holder",
+        "jobs that commit late go behind the key holder",
         "assign_key",
         {"UPDATE live_jobs AS j SET seq = DEFAULT WHERE j.id = v_late;": "NULL;"},
         scenarios.a_producer_of_a_key_commits_late,
         says="the line before a key",
     ),
     Mutant(
-        "a key goes to the first in line",
+        "a key is handed over to the first waiting job",
         "hand_over_keys",
         {"ORDER BY j.seq": "ORDER BY j.seq DESC"},
         scenarios.a_key_goes_along_its_line,
@@ -159,7 +159,7 @@ MUTANTS = [
         walks=200,
     ),
     Mutant(
-        "handing a key over does not wait",
+        "handing over a key does not wait",
         "give_key_to_job",
         {"FOR UPDATE SKIP LOCKED": "FOR UPDATE"},
         scenarios.a_waiting_job_is_being_cancelled,
@@ -173,7 +173,7 @@ MUTANTS = [
         says="'holds_key': True",
     ),
     Mutant(
-        "a repeated completion is accepted under its own fence only",
+        "a completion that is resent is accepted under its own fence only",
         "complete_jobs",
         {"AND f.lease_id = a.lease_id": ""},
         scenarios.a_completion_is_repeated,
@@ -205,7 +205,7 @@ MUTANTS = [
 
 @contextlib.contextmanager
 def mutated(conn: psycopg.Connection, mutant: Mutant) -> Iterator[None]:
-    """Edits the installed function, makes sure that the edit took, and puts it back afterwards."""
+    """Edits the installed function, asserts that the edit applies, and restores the function afterwards."""
 
     def definition() -> str:
         query = "SELECT pg_get_functiondef(%s::regproc)"
@@ -216,7 +216,7 @@ def mutated(conn: psycopg.Connection, mutant: Mutant) -> Iterator[None]:
 
     original = edited = definition()
     for old, new in mutant.edits.items():
-        assert old in edited, f"{mutant.function} has no {old!r} any more: mend the mutant"
+        assert old in edited, f"{mutant.function} no longer contains {old!r}: adapt the mutant"
         edited = edited.replace(old, new)
     assert edited != original
     conn.execute(edited.encode())
@@ -230,7 +230,7 @@ def mutated(conn: psycopg.Connection, mutant: Mutant) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared_system(model_url: str) -> Iterator[System]:
-    """Impatient: a mutant that waits is to be caught soon."""
+    """With a short timeout: a mutant that waits is caught soon."""
     system = System(model_url, patience="300ms")
     yield system
     system.close()
@@ -243,7 +243,7 @@ def test_the_walk_keeps_the_protocol(system: System, scenario: Callable[[System]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
-def test_a_walk_misses_the_guard(
+def test_a_walk_catches_the_mutant(
     system: System, connect_model: Callable[[], psycopg.Connection], mutant: Mutant
 ) -> None:
     with mutated(connect_model(), mutant), pytest.raises(Violation, match=mutant.says):
@@ -251,7 +251,7 @@ def test_a_walk_misses_the_guard(
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.walks], ids=lambda mutant: mutant.guard)
-def test_random_walks_miss_the_guard(
+def test_random_walks_catch_the_mutant(
     system: System, connect_model: Callable[[], psycopg.Connection], mutant: Mutant
 ) -> None:
     Protocol.system = system

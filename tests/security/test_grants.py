@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def rights(conn: Connection, schema: str = "howdah") -> list[Any]:
-    """Who owns what, and who may do what with it."""
+    """The owner and the privileges of every object."""
     return conn.execute(
         "SELECT relname::text, relowner::regrole::text, relacl::text FROM pg_class "
         "WHERE relnamespace = quote_ident(%(s)s)::regnamespace AND relkind IN ('r', 'p', 'v', 'S') "
@@ -49,7 +49,7 @@ def enqueue_as(url: str, schema: str = "howdah") -> None:
     queue.close()
 
 
-# ── for whom ──────────────────────────────────────────────────────────────────────────────────────
+# ── to which roles ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_roles_are_named_by_their_kind(text: str, roles: Any) -> None:
         ("administrator=a,administrator=b", "only one role can be the administrator"),
     ],
 )
-def test_what_names_no_role_is_refused(text: str, sentence: str) -> None:
+def test_a_text_that_names_no_role_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(InvalidOption) as refusal:
         grants.parse(text)
     assert sentence in str(refusal.value)
 
 
-def test_without_names_four_groups_are_made_and_their_members_have_the_rights(
+def test_without_names_four_groups_are_created_and_their_members_have_the_privileges(
     empty_database: str, new_role: NewRole
 ) -> None:
     schema = "till"
@@ -111,7 +111,7 @@ def test_without_names_four_groups_are_made_and_their_members_have_the_rights(
                 conn.execute(f"DROP ROLE IF EXISTS till_{kind}".encode())
 
 
-def test_a_role_that_does_not_exist_is_told_and_nothing_is_granted(secured: Secured) -> None:
+def test_a_role_that_does_not_exist_is_named_and_nothing_is_granted(secured: Secured) -> None:
     with secured.connect() as conn:
         before = rights(conn)
         result = run("migrate", "--grants", "producer=app_wbe", "--database", secured.url)
@@ -136,7 +136,7 @@ def test_names_of_roles_and_schemas_are_only_names(
         conn.execute(SQL("SELECT {}.enqueue_job('x')").format(Identifier(hostile)))
 
 
-# ── again, and otherwise ──────────────────────────────────────────────────────────────────────────
+# ── repeated and changed ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("again", [("--grants",), ("--grants", GRANTS)])
@@ -149,20 +149,20 @@ def test_granting_again_changes_nothing(secured: Secured, again: tuple[str, ...]
             assert rights(conn) == before
 
 
-def test_the_sql_for_those_who_run_it_by_other_means_does_the_same(
-    empty_database: str, secured: Secured
-) -> None:
+def test_the_printed_sql_grants_the_same(empty_database: str, secured: Secured) -> None:
     script = succeed("migrate", "--sql", "--grants", GRANTS)
     with psycopg.connect(empty_database, autocommit=True) as conn:
         for _ in range(2):
             conn.execute(script.encode())
             script = succeed("migrate", "--sql", "--from", str(latest_version()), "--grants")
-        # psycopg is connected to the other database all along
+        # the script does not depend on the database that printed it
         with secured.connect() as other:
             assert rights(conn) == rights(other)
 
 
-def test_who_is_not_named_any_more_loses_its_rights(secured: Secured, new_role: NewRole) -> None:
+def test_a_role_that_is_no_longer_named_loses_its_privileges(
+    secured: Secured, new_role: NewRole
+) -> None:
     other = new_role("other_web")
     succeed("migrate", "--grants", f"producer={other}", "--database", secured.url)
     enqueue_as(secured.url.replace("://howdah@", f"://{other}@"))
@@ -250,10 +250,10 @@ def test_partitions_that_a_worker_creates_belong_to_the_administrator(secured: S
         assert made.fetchall() == [("ops",)]
 
 
-# ── by whom ───────────────────────────────────────────────────────────────────────────────────────
+# ── by which role ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_owner_that_was_goes_on_as_before(empty_database: str, new_role: NewRole) -> None:
+def test_the_previous_owner_can_still_enqueue(empty_database: str, new_role: NewRole) -> None:
     shop, boss = new_role("old_owner"), new_role("new_boss")
     with psycopg.connect(empty_database, autocommit=True) as conn:
         conn.execute(f"CREATE SCHEMA howdah AUTHORIZATION {shop}".encode())
@@ -264,8 +264,10 @@ def test_the_owner_that_was_goes_on_as_before(empty_database: str, new_role: New
     enqueue_as(mine)
 
 
-def test_a_server_without_superusers_can_do_it_too(empty_database: str, new_role: NewRole) -> None:
-    # As managed servers have it: the best role there is may create roles and databases, and no more.
+def test_a_role_with_createrole_that_is_no_superuser_can_grant(
+    empty_database: str, new_role: NewRole
+) -> None:
+    # As on managed servers: the most powerful role may create roles and databases, and nothing else.
     master = new_role("master", "LOGIN CREATEROLE")
     with psycopg.connect(empty_database, autocommit=True) as conn:
         conn.execute(f"GRANT CREATE ON DATABASE {conn.info.dbname} TO {master}".encode())
@@ -280,7 +282,7 @@ def test_a_server_without_superusers_can_do_it_too(empty_database: str, new_role
                 conn.execute(f"DROP ROLE IF EXISTS managed_{kind}".encode())
 
 
-def test_who_may_not_create_roles_is_told_what_to_do(
+def test_the_error_for_a_role_that_may_not_create_roles_says_what_to_do(
     empty_database: str, new_role: NewRole
 ) -> None:
     shop = new_role("plain_owner")
@@ -296,7 +298,7 @@ def test_who_may_not_create_roles_is_told_what_to_do(
 
 
 @pytest.mark.parametrize("other", [("--check",), ("--to", "1")])
-def test_grants_go_with_migrating_alone(other: tuple[str, ...]) -> None:
+def test_grants_cannot_be_combined_with_check_or_to(other: tuple[str, ...]) -> None:
     result = run("migrate", "--grants", *other)
     assert result.exit_code == 2
     assert "--grants goes with neither --check nor --to." in result.stderr
@@ -305,7 +307,7 @@ def test_grants_go_with_migrating_alone(other: tuple[str, ...]) -> None:
 # ── first use ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_role_that_may_not_create_needs_no_right_to_where_all_is_there(
+async def test_a_role_that_may_not_create_can_use_a_schema_that_is_up_to_date(
     secured: Secured,
 ) -> None:
     enqueue_as(secured.as_kind("producer"))
@@ -314,7 +316,7 @@ async def test_a_role_that_may_not_create_needs_no_right_to_where_all_is_there(
     await queue.close()
 
 
-async def test_a_role_that_may_not_create_is_told_that_the_tables_are_missing(
+async def test_a_role_that_may_not_create_gets_an_error_if_the_tables_are_missing(
     empty_database: str, new_role: NewRole
 ) -> None:
     url = empty_database.replace("://howdah@", f"://{new_role('newcomer')}@")
@@ -327,7 +329,7 @@ async def test_a_role_that_may_not_create_is_told_that_the_tables_are_missing(
     await queue.close()
 
 
-async def test_a_role_that_may_not_migrate_learns_that_the_schema_is_outdated(
+async def test_a_role_that_may_not_migrate_gets_an_error_if_the_schema_is_outdated(
     empty_database: str, new_role: NewRole, newer: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role = new_role("late_producer")
@@ -345,7 +347,7 @@ async def test_a_role_that_may_not_migrate_learns_that_the_schema_is_outdated(
     await queue.close()
 
 
-def test_a_schema_in_which_everybody_may_create_is_refused(empty_database: str) -> None:
+def test_a_schema_in_which_every_role_may_create_is_refused(empty_database: str) -> None:
     with psycopg.connect(empty_database, autocommit=True) as conn:
         conn.execute("CREATE SCHEMA howdah")
         conn.execute("GRANT CREATE ON SCHEMA howdah TO PUBLIC")
@@ -356,7 +358,7 @@ def test_a_schema_in_which_everybody_may_create_is_refused(empty_database: str) 
         assert len(rights(conn)) == 1
 
 
-def test_the_doctor_sees_who_could_lead_the_functions_astray(secured: Secured) -> None:
+def test_the_doctor_reports_roles_that_could_redirect_functions(secured: Secured) -> None:
     def access() -> dict[str, Any]:
         lines = run("doctor", "--json", "--database", secured.url).stdout.splitlines()
         return next(each for each in map(json.loads, lines) if each["check"] == "access")

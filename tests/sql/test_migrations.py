@@ -59,6 +59,39 @@ print("done")
     assert len(claim(conn, 100)) == 10
 
 
+def test_a_migration_that_commits_between_two_attempts_to_lock_is_seen(
+    empty_database: str, conn: Connection
+) -> None:
+    """A session that caches that there is no schema must read the catalog after it got the lock."""
+    migrate.drive(conn, migrate.check("howdah"))
+    with psycopg.connect(empty_database) as other:
+        other.execute("SELECT pg_advisory_xact_lock(hashtextextended('howdah:migrate:howdah', 0))")
+        attempts = 0
+
+        def interrupted() -> migrate.Steps[migrate.Applied]:
+            nonlocal attempts
+            work = migrate.steps("howdah")
+            answer = None
+            while True:
+                try:
+                    step = work.send(answer)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]
+                attempts += "pg_try_advisory_xact_lock" in step.text
+                if attempts == 3 and not other.closed:
+                    # A small migration: a whole one would make the server invalidate all caches.
+                    other.execute(
+                        "CREATE SCHEMA howdah; CREATE TABLE howdah.migrations AS "
+                        "SELECT 999 AS version, 1 AS oldest_code, '' AS functions_hash"
+                    )
+                    other.commit()
+                    other.close()
+                answer = yield step
+
+        assert migrate.drive(conn, interrupted()) == migrate.Applied()
+        assert attempts == 3
+
+
 def test_migrating_twice_does_nothing_the_second_time(conn: Connection) -> None:
     first = migrate.migrate(conn, "howdah")
     assert ([step.version for step in first.steps], first.functions) == (ALL, True)
@@ -442,6 +475,19 @@ def test_what_was_dropped_stays_expected_after_an_upgrade(
     assert "column lanes.next_release" in stored
 
 
+def test_what_users_added_may_be_dropped_after_an_upgrade(
+    empty_database: str, conn: Connection, newer: Release
+) -> None:
+    conn.execute("CREATE SCHEMA howdah; CREATE TABLE howdah.mine (id int PRIMARY KEY)")
+    migrate.migrate(conn, "howdah")
+    conn.execute("CREATE INDEX mine_too ON howdah.live_jobs ((data ->> 'customer'))")
+    conn.execute("CREATE TRIGGER mine AFTER INSERT ON howdah.live_jobs "
+                 "EXECUTE FUNCTION suppress_redundant_updates_trigger()")  # fmt: skip
+    migrate.migrate(conn, "howdah", release=newer)
+    assert [key for key in stored_catalog(conn) if "mine" in key] == []
+    assert "column lanes.next_release" in stored_catalog(conn)
+
+
 def test_after_an_upgrade_of_postgresql_definitions_are_stored_as_it_prints_them(
     filled: Connection,
 ) -> None:
@@ -471,7 +517,7 @@ def add_future_version(conn: Connection, oldest_code: int) -> None:
 def test_a_schema_that_is_too_new_is_refused(empty_database: str, conn: Connection) -> None:
     add_future_version(conn, oldest_code=999)
     sentence = (
-        'schema "howdah" is at version 999, and this Howdah knows versions up to '
+        'schema "howdah" is at version 999, and this Howdah supports versions up to '
         f"{latest_version()}. Upgrade the howdah package in this environment."
     )
     before = catalog(conn)
@@ -517,7 +563,7 @@ def test_without_permission_to_create_a_missing_schema_is_an_error(
         JobQueue(empty_database, create=False).pending()
     assert str(caught.value) == (
         'schema "howdah" has no Howdah tables. Run `howdah migrate`, '
-        "or leave out create=False to have them created on first use."
+        "or omit create=False to create them on first use."
     )
     assert value(conn, "SELECT to_regnamespace('howdah')") is None
 

@@ -132,7 +132,7 @@ def test_a_waiting_job_is_not_forgotten_when_its_cancelling_is_rolled_back(
     enqueue(conn, keyed("a"))
     (holder,) = claim(conn)
     complete(handler, holder)
-    late.commit()  # while the holder is being finished: the key stays unassigned_keys
+    late.commit()  # while the holder is being finished: the key stays unassigned
     handler.rollback()
     operator.execute("SELECT howdah.cancel_jobs(%s)", ([waiting],))
     maintain(conn, "keys")  # while the waiting job is locked

@@ -8,7 +8,7 @@ import sys
 import time
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31;1", "DEBUG": "2"}
+_COLORS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31;1", "DEBUG": "2"}
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -35,16 +35,16 @@ class JsonFormatter(logging.Formatter):
 class HumanFormatter(logging.Formatter):
     """Formats a record as `12:34:56 worker started  queues=['default'] tasks=3`."""
 
-    def __init__(self, *, colour: bool) -> None:
+    def __init__(self, *, color: bool) -> None:
         super().__init__()
-        self._colour = colour
+        self._color = color
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = record.getMessage()
         fields = "  ".join(f"{key}={value}" for key, value in _fields(record).items())
-        if self._colour:
-            text = f"\x1b[{_COLOURS.get(record.levelname, '1')}m{text}\x1b[0m"
+        if self._color:
+            text = f"\x1b[{_COLORS.get(record.levelname, '1')}m{text}\x1b[0m"
             at, fields = f"\x1b[2m{at}\x1b[0m", f"\x1b[2m{fields}\x1b[0m" if fields else ""
         elif record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
@@ -54,9 +54,9 @@ class HumanFormatter(logging.Formatter):
         return line
 
 
-def set_up_logging(level: str, *, as_json: bool, colour: bool) -> None:
+def set_up_logging(level: str, *, as_json: bool, color: bool) -> None:
     """Send every log line to stderr in one of the two formats."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else HumanFormatter(colour=colour))
+    handler.setFormatter(JsonFormatter() if as_json else HumanFormatter(color=color))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)

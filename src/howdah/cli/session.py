@@ -16,8 +16,8 @@ from howdah.cli.options import (
 )
 from howdah.cli.output import Output
 from howdah.cli.values import Misuse
-from howdah.database import connection, migrate
-from howdah.database.connection import DatabaseError, InsufficientPrivilege
+from howdah.database import connection, prepare_schema
+from howdah.database.connection import DatabaseError
 from howdah.database.driver_errors import is_connection_lost, message_of, translate
 from howdah.errors import (
     HowdahError,
@@ -64,11 +64,7 @@ class Session:
     def _prepare(self, *, create: bool) -> None:
         try:
             with self.translated_errors():
-                if migrate.drive(self.conn, migrate.check(self.schema, create=create)):
-                    try:
-                        migrate.migrate(self.conn, self.schema)
-                    except InsufficientPrivilege:
-                        migrate.drive(self.conn, migrate.refuse(self.schema))
+                prepare_schema.drive(self.conn, prepare_schema.prepare(self.schema, create=create))
         except SchemaMissing as error:
             if create:
                 raise

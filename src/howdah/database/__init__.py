@@ -1,1 +1,2 @@
-"""Connections: the stores that run statements, the listener, migrations and grants. Only here are drivers imported."""
+"""Connections: the stores that run statements, the listener, migrations and grants. No other package imports
+drivers."""

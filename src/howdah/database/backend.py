@@ -1,7 +1,7 @@
-"""What lies below a queue's public methods: the operations of one schema and the store that runs them.
+"""What is below a queue's public methods: the operations of one schema and the store that runs them.
 
-`JobQueue`, tasks, `task.run` and `howdah.testing` share these two classes, so nothing reaches into the private
-attributes of a queue. `backend_of` in `queue.py` and `async_queue.py` gives a queue's backend.
+`JobQueue`, tasks, `task.run` and `howdah.testing` share these two classes, so that no code uses the private
+attributes of a queue. `backend_of` in `queue.py` and `async_queue.py` returns a queue's backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Duties: TypeAlias = "list[tuple[str, timedelta, str | None]]"
-"""Maintenance duties that were run: (duty, duration, error) of each."""
+"""The maintenance duties that were run: (duty, duration, error) of each."""
 
 MAINTENANCE_SECONDS = 2.0
 
@@ -68,7 +68,7 @@ class Backend:
         return self.store.run(self.operations.statements.run_maintenance())
 
     def run_maintenance_if_due(self) -> None:
-        """The same, at most every two seconds, for a claim: the claim waits for it, so the statement gets
+        """The same, at most every two seconds, before a claim. The claim waits for it, so the statement has
         the timeout of a claim."""
         if not self._clock.is_due():
             return
@@ -92,7 +92,7 @@ class AsyncBackend:
         return await self.store.run(statement, conn)
 
     async def enqueue(self, job: NewJob, conn: Any = None) -> Handle:
-        """Enqueue one job, together with what other callers of this event loop enqueue meanwhile."""
+        """Enqueue one job, in a batch with the jobs of other callers in this event loop."""
         encoded = self.operations.encode(job)
         # An enqueue with an idempotency key may wait for another caller's transaction, so it must not
         # share a statement with jobs that need not wait.
@@ -122,7 +122,7 @@ class AsyncBackend:
         return await self.store.run(self.operations.statements.run_maintenance())
 
     async def run_maintenance_if_due(self) -> None:
-        """The same, at most every two seconds, for a claim."""
+        """The same, at most every two seconds, before a claim."""
         if not self._clock.is_due():
             return
         with _log_failure:
@@ -132,7 +132,7 @@ class AsyncBackend:
 
 
 class _MaintenanceClock:
-    """When this process last ran maintenance."""
+    """Decides when this process runs maintenance again."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -146,7 +146,8 @@ class _MaintenanceClock:
 
 
 class _LogFailure:
-    """Maintenance that fails must not fail the claim that ran it, unless the database is the problem."""
+    """Logs a failure of maintenance instead of failing the claim that ran it. Howdah's errors, such as an
+    unreachable database, are raised: the claim would fail as well."""
 
     def __enter__(self) -> None:
         pass
@@ -172,12 +173,12 @@ def log_failed_duties(duties: Duties) -> None:
 
 
 def _with_index(error: InvalidJob, jobs: list[dict[str, Any]]) -> InvalidJob:
-    """The database's refusal of a bulk enqueue, with the index of the job where it is known.
+    """The error for a bulk enqueue that the database refused, with the index of the job if it is known.
 
-    The server does not say which data are too large. Whatever its limit is, the largest are over it."""
+    The server does not report which data are too large. Whatever its limit is, the largest exceed it."""
     refused = refused_id(error.__cause__)
     if isinstance(error, PayloadTooLarge):
         refused = str(max(jobs, key=lambda job: len(memoryview(job["data"])))["id"])
-    places = (index for index, job in enumerate(jobs) if str(job["id"]) == refused)
-    index = next(places, None)
+    indexes = (index for index, job in enumerate(jobs) if str(job["id"]) == refused)
+    index = next(indexes, None)
     return error if index is None else error.at(index)

@@ -1,8 +1,8 @@
-"""Runs statements on a connection that belongs to the caller, inside the caller's transaction.
+"""Runs statements on a caller's connection, inside the caller's transaction.
 
-Understands psycopg and asyncpg connections, SQLAlchemy's sessions and connections (sync and async) and
-Django's connection. SQLAlchemy and Django are recognised by where their classes live, never imported
-here unless the caller has done so. Nothing is committed, rolled back or retried: that is the caller's.
+Supports connections of psycopg and asyncpg, sessions and connections of SQLAlchemy (sync and async) and
+Django's connection. SQLAlchemy and Django are recognized by the modules of their classes, and are never
+imported unless the caller has imported them. The caller commits, rolls back and retries.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def _names(parameters: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _sqlalchemy(statement: Statement[Any]) -> tuple[Any, dict[str, Any]]:
-    # The blank keeps SQLAlchemy from reading `:p1::jsonb` as a parameter named `p`.
+    # Without the space, SQLAlchemy parses `:p1::jsonb` as a parameter named `p`.
     text = sys.modules["sqlalchemy"].text(_PLACEHOLDER.sub(r":p\1 ", statement.text))
     return text, _names(statement.parameters)
 
 
 def _is_django(conn: object) -> bool:
-    # `django.db.connection` is a proxy whose class lives elsewhere, shared with Django's caches.
+    # `django.db.connection` is a proxy. Its class is in another module, which Django's caches use, too.
     return _comes_from(conn, "django.db.") or (
         _comes_from(conn, "django.utils.connection") and hasattr(conn, "vendor")
     )
 
 
-def _refuse(conn: object, kind: str, others: str) -> InvalidOption:
+def _unsupported(conn: object, kind: str, others: str) -> InvalidOption:
     return InvalidOption(
         f"conn= is a {type(conn).__module__}.{type(conn).__qualname__}, and {kind} takes {others}."
     )
@@ -58,7 +58,7 @@ def run(conn: Any, statement: Statement[Any]) -> Rows:
     if (
         _comes_from(conn, "sqlalchemy.")
         and not _comes_from(conn, "sqlalchemy.ext.asyncio")
-        and hasattr(conn, "execute")  # an Engine has none
+        and hasattr(conn, "execute")  # an Engine has no such method
     ):
         text, names = _sqlalchemy(statement)
         return [tuple(row) for row in conn.execute(text, names).all()]
@@ -68,7 +68,7 @@ def run(conn: Any, statement: Statement[Any]) -> Rows:
             cursor.execute(text, _names(statement.parameters))
             rows: Rows = cursor.fetchall()
             return rows
-    raise _refuse(
+    raise _unsupported(
         conn,
         "JobQueue",
         "a psycopg Connection, a SQLAlchemy Session or Connection, or Django's connection to PostgreSQL",
@@ -87,7 +87,7 @@ async def arun(conn: Any, statement: Statement[Any]) -> Rows:
     if _comes_from(conn, "sqlalchemy.ext.asyncio") and hasattr(conn, "execute"):
         text, names = _sqlalchemy(statement)
         return [tuple(row) for row in (await conn.execute(text, names)).all()]
-    raise _refuse(
+    raise _unsupported(
         conn,
         "AsyncJobQueue",
         "an asyncpg or psycopg AsyncConnection, or a SQLAlchemy AsyncSession or AsyncConnection",

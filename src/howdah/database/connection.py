@@ -1,5 +1,5 @@
-"""Single connections outside the pools, for the command line, the doctor, benchmarks and chaos, and the
-drivers' errors under names of ours: no other package imports a driver."""
+"""Single connections outside the pools, for the command line, the doctor, benchmarks and chaos, and names for
+the drivers' errors: no other package imports a driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AsyncDatabaseError = asyncpg.PostgresError
 
 
 def connect(url: str, *, autocommit: bool = True, timeout: int = 5, **options: Any) -> Connection:
-    """Open one connection. Nothing is prepared, so it also works through a pooler."""
+    """Open one connection. It prepares no statements, so it also works through a pooler."""
     return psycopg.connect(
         url, autocommit=autocommit, connect_timeout=timeout, prepare_threshold=None, **options
     )
@@ -40,6 +40,6 @@ async def connect_async(url: str, *, timeout: float = 5, command_timeout: float 
 
 
 def fetch(conn: Connection, text: str, parameters: Sequence[Any] = ()) -> Rows:
-    """Run a statement with `$1` placeholders and give its rows."""
+    """Run a statement with `$1` placeholders and return its rows."""
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         return cursor.execute(text, parameters).fetchall()

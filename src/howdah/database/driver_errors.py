@@ -1,4 +1,4 @@
-"""What drivers' errors mean, and what the two stores share. Nothing here opens a connection."""
+"""What the errors of both drivers mean, and their translation to the errors in `errors.py`."""
 
 from __future__ import annotations
 
@@ -21,29 +21,21 @@ from howdah.errors import (
     SchemaMissing,
     sqlstate,
 )
-from howdah.protocol.schema_name import quote_schema
-from howdah.protocol.statements import Statement
 
-DATABASE_ERRORS = (
-    HowdahError,
-    psycopg.Error,
+ASYNC_ERRORS = (
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
     OSError,
 )
-"""Whatever `run` may raise because of the database, as against a mistake of ours."""
-
-TIMEOUT_SECONDS = 10.0
-COMMAND_TIMEOUT_SECONDS = 60.0
-"""Seconds that a statement may go without an answer, where neither it nor the caller says otherwise."""
-POOL_CONNECTIONS = 10
-RETRY_DELAY_SECONDS = 0.05
+"""What asyncpg raises because of the database."""
+DATABASE_ERRORS = (HowdahError, psycopg.Error, *ASYNC_ERRORS)
+"""What a store may raise because of the database. Any other exception is a bug in Howdah."""
 
 
 class Unanswered(TimeoutError):
-    """A statement was sent, no answer came in time, and the connection was given up. Whether it was done
-    is unknown."""
+    """A statement was sent, no answer came before its deadline, and its connection was closed. Whether the
+    server executed it is unknown."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer within {seconds:g} s")
@@ -67,10 +59,10 @@ _FIELDS = {
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether an error says that the connection is gone, or leads to a server that cannot write."""
+    """Whether the connection is gone, or leads to a server that cannot write."""
     state = sqlstate(error)
     if state:
-        # 08 connection exceptions, 57P01..05 shutdown and start-up, 53300 too many connections,
+        # 08 connection exceptions, 57P01..05 shutdown and startup, 53300 too many connections,
         # 25006 a read-only (demoted) server
         return state[:2] == "08" or state[:3] == "57P" or state in {"53300", "25006"}
     if isinstance(error, ValueError):  # asyncpg: a parameter of the wrong type, a bad URL
@@ -80,29 +72,29 @@ def is_connection_lost(error: BaseException) -> bool:
         OSError
         | psycopg.OperationalError
         | asyncpg.InterfaceError
-        # asyncpg, when the server's farewell is already in its buffer
+        # asyncpg raises this if its buffer already holds the server's shutdown message
         | asyncpg.InternalClientError
         | asyncpg.PostgresConnectionError,
     )
 
 
 def is_schema_missing(error: BaseException) -> bool:
-    """Whether a schema, a table or a function of ours is not there."""
+    """Whether a schema, table or function of Howdah does not exist."""
     return sqlstate(error) in {"3F000", "42P01", "42883"}
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a statement may well succeed if it is sent again, unchanged, a little later."""
+    """Whether the same statement may succeed if it is retried a little later."""
     if isinstance(error, DatabaseFull):
         return True
-    # 40 rolled back to let another on, 53 out of something, 55 in use, 57 interrupted by an operator
+    # 40 rolled back by a conflict, 53 out of a resource, 55 object in use, 57 operator intervention
     return is_connection_lost(error) or sqlstate(error)[:2] in {"40", "53", "55", "57"}
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether the server answered and will not let us in: asking again is of no use."""
-    # libpq gives no SQLSTATE for a connection that was not made. A server that speaks another
-    # language is asked again until the time limit.
+    """Whether the server answered and rejects the login: retrying is useless."""
+    # libpq gives no SQLSTATE for a connection that was not made. A server whose messages are not in
+    # English is retried until the deadline.
     return sqlstate(error)[:2] in {"28", "3D"} or (
         isinstance(error, psycopg.OperationalError) and bool(_REFUSED.search(str(error)))
     )
@@ -114,6 +106,18 @@ _REFUSED = re.compile(
 )
 
 
+def is_pool_closed(error: BaseException) -> bool:
+    """Whether a pool was closed, or was never opened."""
+    return isinstance(error, psycopg_pool.PoolClosed) or (
+        isinstance(error, asyncpg.InterfaceError) and str(error).startswith("pool is ")
+    )
+
+
+def is_own_pool(database: object) -> bool:
+    """Whether the store makes and closes the pool itself: the caller passed none."""
+    return not isinstance(database, psycopg_pool.ConnectionPool | asyncpg.Pool)
+
+
 def driver_error(error: BaseException | None) -> BaseException | None:
     """The driver's error inside one that SQLAlchemy or Django has wrapped."""
     while error is not None and not isinstance(error, psycopg.Error | asyncpg.PostgresError):
@@ -122,7 +126,7 @@ def driver_error(error: BaseException | None) -> BaseException | None:
 
 
 def translate(error: BaseException, schema: str) -> BaseException:
-    """A driver's error as one of ours where there is one, else the error itself."""
+    """The error of `errors.py` for a driver's error, or the same error if there is none."""
     cause = driver_error(error)
     if cause is None:
         return error
@@ -144,13 +148,13 @@ def translate(error: BaseException, schema: str) -> BaseException:
 
 
 def message_of(error: BaseException) -> str:
-    """The server's own sentence, without details and hints."""
+    """The server's primary message, without details and hints."""
     message = getattr(getattr(error, "diag", error), "message_primary", None)
     return message or next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def raise_translated(error: BaseException, schema: str) -> NoReturn:
-    """Raise the error as one of ours where there is one, else as it came."""
+    """Raise `translate(error)`."""
     translated = translate(error, schema)
     if translated is error:
         raise error
@@ -158,7 +162,7 @@ def raise_translated(error: BaseException, schema: str) -> NoReturn:
 
 
 def refused_id(error: BaseException | None) -> str | None:
-    """The id of the row that a constraint refused, as far as the server tells."""
+    """The id of the row that a constraint refused, if the server reports it."""
     cause = driver_error(error)
     detail = getattr(getattr(cause, "diag", None), "message_detail", None)
     found = _FAILING_ROW.search(detail or getattr(cause, "detail", None) or "")
@@ -167,42 +171,30 @@ def refused_id(error: BaseException | None) -> str | None:
 
 _FAILING_ROW = re.compile(r"\(([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}),")
 
-Where: TypeAlias = tuple[str, str]
-"""A host and the name of a database on it, for messages."""
+Address: TypeAlias = tuple[str, str]
+"""A host and the name of a database there, for messages."""
 
 
 def unreachable(
-    where: Where, error: BaseException, trouble: BaseException | None = None
+    address: Address, error: BaseException, last_error: BaseException | None = None
 ) -> DatabaseUnreachable:
-    """What to raise, with the last `trouble` for a reason if all that happened here was to wait."""
-    if trouble is not None and isinstance(error, TimeoutError) and not str(error):
-        error = trouble
+    """The error to raise for a database that cannot be reached. If this call only waited, the reason is
+    the last error of the caller it waited for."""
+    if last_error is not None and isinstance(error, TimeoutError) and not str(error):
+        error = last_error
     lines = str(error).strip().splitlines()
     empty = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
-    return DatabaseUnreachable(*where, lines[0].rstrip(".") if lines else empty)
+    return DatabaseUnreachable(*address, lines[0].rstrip(".") if lines else empty)
 
 
-def seconds_left(give_up: float, least: float = 0.001) -> float:
-    """What is left until a moment of the monotonic clock."""
-    return max(give_up - time.monotonic(), least)
-
-
-def has_schema(schema: str) -> Statement[bool]:
-    """Whether the schema's tables are there."""
-    name = quote_schema(schema) + ".migrations"
-    return Statement(
-        "has_schema", "SELECT to_regclass($1::text) IS NOT NULL", (name,), lambda rows: rows[0][0]
-    )
-
-
-def is_ours(database: object) -> bool:
-    """Whether a pool is made and closed by us, not the caller's."""
-    return not isinstance(database, psycopg_pool.ConnectionPool | asyncpg.Pool)
+def seconds_left(deadline: float, least: float = 0.001) -> float:
+    """Seconds until a deadline of the monotonic clock, but at least `least`."""
+    return max(deadline - time.monotonic(), least)
 
 
 async def end_tasks(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks until they have ended. Once is not enough: asyncpg, where a time-out and a cancellation
-    meet the end of what it waits for, gives the result and keeps the cancellation to itself."""
+    """Cancel tasks until they have ended. Once is not enough: if a timeout, a cancellation and the result
+    coincide, asyncpg returns the result and drops the cancellation."""
     while left := [task for task in tasks if not task.done()]:
         for task in left:
             task.cancel()

@@ -1,8 +1,8 @@
-"""One LISTEN connection per event loop, with fan-out to whoever subscribed. Reconnects by itself, and
-then tells every subscriber that something may have been missed.
+"""One LISTEN connection per event loop, which passes notifications to its subscribers. It reconnects by
+itself, and then calls every subscriber, because notifications may have been missed.
 
-`healthy` says that notifications are known to arrive (they do not through a pooler in transaction mode):
-the listener notifies itself and waits for it. Whoever subscribes must poll as well, only less often."""
+`healthy` is True if notifications are known to arrive: the listener has notified itself. Through a pooler in
+transaction mode they do not arrive. Subscribers must poll as well, but less often."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ logger = logging.getLogger(__name__)
 
 CHANNELS = ("wake", "cancel", "job")
 PING_SECONDS = 5.0
-PROBE_SECONDS = 60.0  # while they succeed: each notification wakes every listener of the database
+PROBE_SECONDS = 60.0  # while probes succeed: each one wakes every listener of the database
 PROBE_TIMEOUT_SECONDS = 3.0
+CONNECT_TIMEOUT_SECONDS = 5.0
+MIN_RETRY_DELAY_SECONDS, MAX_RETRY_DELAY_SECONDS = 0.1, 2.0
+STABLE_SECONDS = 10.0  # a connection that lasted longer resets the backoff
 
 
 class Listener:
-    """The connection and its subscribers. Callbacks get the payload; "" after a reconnect."""
+    """The connection and its subscribers. A callback receives the payload, or "" after a reconnect."""
 
     def __init__(self, url: str, schema: str) -> None:
         self._url = url
         self._schema = schema
         self._subscribers: dict[str, list[Callable[[str], None]]] = defaultdict(list)
         self._task: asyncio.Task[None] | None = None
-        self._ping = f"{schema}:{uuid4().hex[:12]}"
-        self._quoted_ping = '"' + self._ping.replace('"', '""') + '"'
-        self._heard = asyncio.Event()
+        self._probe_channel = f"{schema}:{uuid4().hex[:12]}"
+        self._quoted_probe_channel = '"' + self._probe_channel.replace('"', '""') + '"'
+        self._probe_arrived = asyncio.Event()
         self._server_pid = 0
         self.connected = asyncio.Event()
         self.healthy = False
@@ -61,34 +64,40 @@ class Listener:
             self._task = None
 
     async def _run(self) -> None:
-        pause = 0.1
+        delay = MIN_RETRY_DELAY_SECONDS
         while True:
             began = time.monotonic()
             try:
                 await self._listen()
-            except Exception as error:  # whatever broke it: subscribers poll meanwhile
-                logger.info("the listening connection broke", extra={"error": str(error)})
+            except Exception as error:  # subscribers poll until it is back
+                logger.info("listener disconnected; retrying", extra={"error": str(error)})
             finally:
                 self.healthy = False
                 self.connected.clear()
-            pause = 0.1 if time.monotonic() - began > 10 else min(pause * 2, 2.0)
-            await asyncio.sleep(pause)
+            if time.monotonic() - began > STABLE_SECONDS:
+                delay = MIN_RETRY_DELAY_SECONDS
+            else:
+                delay = min(delay * 2, MAX_RETRY_DELAY_SECONDS)
+            await asyncio.sleep(delay)
 
     async def _listen(self) -> None:
-        # Simple queries only, and nothing kept: a pooler would give the next one another session.
+        # Only simple queries, and no statement cache: a pooler runs the next query in another session.
         conn = await asyncpg.connect(
-            self._url, timeout=5.0, command_timeout=PROBE_TIMEOUT_SECONDS, statement_cache_size=0
+            self._url,
+            timeout=CONNECT_TIMEOUT_SECONDS,
+            command_timeout=PROBE_TIMEOUT_SECONDS,
+            statement_cache_size=0,
         )
         self._server_pid = conn.get_server_pid()
         ended = asyncio.Event()
         conn.add_termination_listener(lambda _: ended.set())
         try:
             for channel in CHANNELS:
-                await conn.add_listener(f"{self._schema}:{channel}", self._tell)
-            await conn.add_listener(self._ping, self._tell)
+                await conn.add_listener(f"{self._schema}:{channel}", self._on_notification)
+            await conn.add_listener(self._probe_channel, self._on_notification)
             self.connected.set()
             for channel in CHANNELS:
-                self._call(channel, "")
+                self._call_subscribers(channel, "")
             probe_at = 0.0
             while not conn.is_closed():
                 if time.monotonic() >= probe_at:
@@ -96,36 +105,35 @@ class Listener:
                     period = PROBE_SECONDS if self.healthy else PING_SECONDS
                     probe_at = time.monotonic() + period
                 else:
-                    await conn.execute(
-                        "SELECT 1"
-                    )  # a connection that is cut off fails here, in time
+                    # A half-open connection fails here, within the command timeout.
+                    await conn.execute("SELECT 1")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), PING_SECONDS)
         finally:
-            # Not close(): that would wait for a server that may be gone.
+            # close() would wait for a server that may be gone.
             conn.terminate()
 
     async def _probe(self, conn: Any) -> None:
-        self._heard.clear()
-        await conn.execute(f"NOTIFY {self._quoted_ping}")
+        self._probe_arrived.clear()
+        await conn.execute(f"NOTIFY {self._quoted_probe_channel}")
         try:
-            await asyncio.wait_for(self._heard.wait(), PROBE_TIMEOUT_SECONDS)
+            await asyncio.wait_for(self._probe_arrived.wait(), PROBE_TIMEOUT_SECONDS)
             self.healthy = True
         except TimeoutError:
             self.healthy = False
 
-    def _tell(self, conn: Any, pid: int, channel: str, payload: str) -> None:
-        if channel == self._ping:
-            # Behind a pooler LISTEN and NOTIFY may meet in one session by chance, which proves nothing.
-            # Its process id is then not the one that the pooler gave us.
+    def _on_notification(self, conn: Any, pid: int, channel: str, payload: str) -> None:
+        if channel == self._probe_channel:
+            # A pooler may run LISTEN and NOTIFY in the same session by chance, which proves nothing. The
+            # process id is then not the one that the pooler reported.
             if pid == self._server_pid:
-                self._heard.set()
+                self._probe_arrived.set()
         else:
-            self._call(channel.rpartition(":")[2], payload)
+            self._call_subscribers(channel.rpartition(":")[2], payload)
 
-    def _call(self, channel: str, payload: str) -> None:
+    def _call_subscribers(self, channel: str, payload: str) -> None:
         for callback in list(self._subscribers[channel]):
             try:
                 callback(payload)
             except Exception:
-                logger.exception("a subscriber of notifications failed")
+                logger.exception("notification subscriber failed")

@@ -81,7 +81,12 @@ def literal(text: str) -> str:
 def read_installed(schema: str) -> Steps[Installed]:
     """The schema's version."""
     name = quote_schema(schema)
-    rows = yield Query(f"SELECT to_regclass({literal(name + '.migrations')}) IS NOT NULL")
+    # Not to_regclass: it may answer from this session's cache, which does not know of a migration that committed
+    # after our transaction began.
+    rows = yield Query(
+        "SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace "
+        f"WHERE n.nspname = {literal(schema)} AND c.relname = 'migrations')"
+    )
     if not rows[0][0]:
         return Installed()
     rows = yield Query(
@@ -129,7 +134,8 @@ def refuse(schema: str) -> Steps[None]:
 
 
 def steps(schema: str, release: Release | None = None) -> Steps[Applied]:
-    """Apply what is missing: pending table steps and, with them or if they are not as they should be, functions."""
+    """Apply what is missing: the pending table steps, and the functions if a step is pending or if they are not
+    those of this release."""
     release = release or sql.release()
     yield from begin(schema)
     found = yield from read_installed(schema)
@@ -196,7 +202,7 @@ def _lock(schema: str) -> str:
 
 
 def as_owner(schema: str) -> str:
-    """SQL that continues as the schema's owner, if this role may: so one role owns all objects, whichever migrates."""
+    """SQL that switches to the schema's owner, if this role may: one role must own all objects."""
     return (
         "SELECT set_config('role', o.rolname, true) FROM pg_namespace AS n "
         "JOIN pg_roles AS o ON o.oid = n.nspowner "
@@ -247,31 +253,38 @@ BEGIN
 END $check$;
 """
 
-# Objects that are already missing or altered before the migration. If it does not change them, they stay
-# expected: a dropped index must not be forgotten because a migration came later.
+# Objects that are missing, altered or added by others before the migration, as {object: [expected, present]}. If it
+# does not change them, what was expected stays expected: a dropped index must not be forgotten because an upgrade
+# came later, and an index of the user's may be dropped at any time.
 _READ_ALTERED = """
 DO $altered$
 BEGIN
     PERFORM set_config('howdah.altered', coalesce((
-        SELECT jsonb_object_agg(e.key, jsonb_build_array(e.value, c.catalog -> e.key))
-        FROM (SELECT m.catalog FROM migrations AS m ORDER BY m.version DESC LIMIT 1) AS m
+        SELECT jsonb_object_agg(k.key, jsonb_build_array(m.catalog -> k.key, c.catalog -> k.key))
+        FROM ({expected}) AS m (catalog)
         CROSS JOIN ({catalog}) AS c (catalog)
-        CROSS JOIN jsonb_each(m.catalog) AS e
-        WHERE e.key <> 'printed by' AND e.key NOT LIKE 'function %'
-          AND CASE WHEN c.catalog ? e.key
+        CROSS JOIN LATERAL jsonb_object_keys(m.catalog || c.catalog) AS k (key)
+        WHERE k.key <> 'printed by' AND k.key NOT LIKE 'function %'
+          AND CASE WHEN m.catalog ? k.key AND c.catalog ? k.key
                    THEN m.catalog -> 'printed by' = c.catalog -> 'printed by'
-                        AND e.value <> c.catalog -> e.key
+                        AND m.catalog -> k.key <> c.catalog -> k.key
                    ELSE true END), '{{}}')::text, true);
 END $altered$;
 """
 _STORE_CATALOG = """
 UPDATE migrations
 SET functions_hash = {functions_hash},
-    catalog = c.catalog || coalesce((
-        SELECT jsonb_object_agg(a.key, a.value -> 0)
-        FROM jsonb_each(current_setting('howdah.altered')::jsonb) AS a
-        WHERE c.catalog -> a.key IS NOT DISTINCT FROM nullif(a.value -> 1, 'null')), '{{}}')
-FROM ({catalog}) AS c (catalog)
+    catalog = (
+        SELECT jsonb_object_agg(k.key, d.definition)
+        FROM jsonb_object_keys(c.catalog || a.altered) AS k (key)
+        CROSS JOIN LATERAL (
+            SELECT nullif(
+                CASE WHEN a.altered ? k.key
+                          AND c.catalog -> k.key IS NOT DISTINCT FROM nullif(a.altered -> k.key -> 1, 'null')
+                     THEN a.altered -> k.key -> 0
+                     ELSE c.catalog -> k.key END, 'null')) AS d (definition)
+        WHERE d.definition IS NOT NULL)
+FROM ({catalog}) AS c (catalog), (SELECT current_setting('howdah.altered')::jsonb) AS a (altered)
 WHERE version = {version};
 """
 
@@ -281,10 +294,10 @@ def script(schema: str, release: Release, after: int) -> str:
     pending = release.pending(after)
     catalog = sql.script("catalog")
     create = f"SELECT set_config('howdah.schema', {literal(schema)}, true);{_CREATE_SCHEMA}"
-    altered = (
-        _READ_ALTERED.format(catalog=catalog)
+    expected = (
+        "SELECT catalog FROM migrations ORDER BY version DESC LIMIT 1"
         if after
-        else "SELECT set_config('howdah.altered', '{}', true);\n"
+        else "SELECT jsonb '{}'"
     )
     return "".join(
         [
@@ -294,7 +307,7 @@ def script(schema: str, release: Release, after: int) -> str:
             "SET LOCAL client_min_messages = warning;\n",  # DROP ... IF EXISTS of what is not there
             _REFUSE_PUBLIC_SCHEMA,
             _REFUSE_OTHER_VERSION.replace("{after}", str(after)),
-            altered,
+            _READ_ALTERED.format(catalog=catalog, expected=expected),
             *(step.text for step in pending),
             *(f"DROP ROUTINE IF EXISTS {each};\n" for step in pending for each in step.drops),
             # Functions call each other, in any order.

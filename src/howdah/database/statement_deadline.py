@@ -1,8 +1,8 @@
-"""Hangs up on a server that does not answer in time. libpq would wait for it as long as the network says
-that somebody is there, and a proxy in between always is.
+"""Closes connections whose server does not answer before the deadline. libpq waits for as long as the peer
+acknowledges packets, and a proxy in between always does.
 
-One thread watches over every connection of the process that waits for an answer. It sleeps until the first
-of them is late, so that a statement which is answered costs a look at the clock and no more."""
+One thread watches every connection of the process that waits for an answer. It sleeps until the first
+deadline, so a statement that is answered in time costs one reading of the clock."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Patience:
-    """How long to wait for answers on one connection, as a context. When it is over the connection is
-    hung up on, and what broke for that is raised as `Unanswered`."""
+class StatementDeadline:
+    """A deadline for the answers on one connection, as a context. When it passes, the connection is shut
+    down, and the error that this causes is raised as `Unanswered`."""
 
     def __init__(self, conn: psycopg.Connection[Any], seconds: float) -> None:
         self._conn = conn
-        self._over = False
+        self._passed = False
         self._seconds = seconds
-        self.until = time.monotonic() + seconds
-        _watch.add(self)
+        self.at = time.monotonic() + seconds
+        _watchdog.add(self)
 
     def renew(self, seconds: float) -> None:
-        """From now on so many seconds, for the next answer."""
-        before, self._seconds = self.until, seconds
-        self.until = time.monotonic() + seconds
-        if self.until < before:
-            _watch.add(self)
+        """Set the deadline of the next answer to `seconds` from now."""
+        before, self._seconds = self.at, seconds
+        self.at = time.monotonic() + seconds
+        if self.at < before:
+            _watchdog.add(self)
 
-    def end(self) -> None:
-        """Time is up: hang up."""
-        self._over = True
+    def shut_down(self) -> None:
+        """Shut the connection down: the deadline has passed."""
+        self._passed = True
         with (
             contextlib.suppress(OSError, psycopg.Error),
             socket.socket(fileno=os.dup(self._conn.fileno())) as end,
@@ -57,56 +57,56 @@ class Patience:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _watch.remove(self)
-        if self._over:
+        _watchdog.remove(self)
+        if self._passed:
             self._conn.close()
             if isinstance(error, psycopg.Error):
                 raise Unanswered(self._seconds) from error
 
 
-class _Watch:
-    """The thread, started on first use, and what it watches over."""
+class _Watchdog:
+    """The thread, started on first use, and the deadlines that it watches."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may enqueue, too
         self._changed = threading.Condition(self._lock)
-        self._waiting: set[Patience] = set()
+        self._deadlines: set[StatementDeadline] = set()
         self._wakes_at = float("inf")
         self._thread: threading.Thread | None = None
 
-    def add(self, patience: Patience) -> None:
+    def add(self, deadline: StatementDeadline) -> None:
         with self._lock:
-            self._waiting.add(patience)
+            self._deadlines.add(deadline)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._run, name="howdah-patience", daemon=True
+                    target=self._run, name="howdah-statement-deadline", daemon=True
                 )
                 self._thread.start()
-            elif patience.until < self._wakes_at:
+            elif deadline.at < self._wakes_at:
                 self._changed.notify()
 
-    def remove(self, patience: Patience) -> None:
-        # Under the lock: whoever has the connection next is not hung up on.
+    def remove(self, deadline: StatementDeadline) -> None:
+        # Under the lock: the next user of the connection must not be shut down.
         with self._lock:
-            self._waiting.discard(patience)
+            self._deadlines.discard(deadline)
 
     def _run(self) -> None:
         with self._lock:
             while True:
                 now = time.monotonic()
-                for patience in [each for each in self._waiting if each.until <= now]:
-                    self._waiting.discard(patience)
-                    patience.end()
-                self._wakes_at = min((each.until for each in self._waiting), default=float("inf"))
+                for deadline in [each for each in self._deadlines if each.at <= now]:
+                    self._deadlines.discard(deadline)
+                    deadline.shut_down()
+                self._wakes_at = min((each.at for each in self._deadlines), default=float("inf"))
                 self._changed.wait(min(self._wakes_at - now, threading.TIMEOUT_MAX))
 
 
-_watch = _Watch()
+_watchdog = _Watchdog()
 
 
 def _after_fork() -> None:
-    # The parent's thread is not in the child, and its lock may be held for ever.
-    _watch.__init__()  # type: ignore[misc]
+    # The parent's thread does not exist in the child, and its lock may be held forever.
+    _watchdog.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_after_fork)

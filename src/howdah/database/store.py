@@ -1,7 +1,7 @@
 """Runs Statements for the sync client, on a psycopg pool.
 
-Owns the pool, first use (the schema is checked, and made if it is missing) and reconnecting. A statement
-whose connection broke is sent again, as `Statement.resend` says. `async_store.py` does the same for asyncio.
+Owns the pool, the first use (the schema is checked, and created if it is missing) and reconnecting.
+`retry_loop.py` decides when a statement is resent. `async_store.py` does the same for asyncio.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -19,28 +20,28 @@ import psycopg_pool
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import tuple_row
 
-from howdah.database import caller_connection, migrate
+from howdah.database import caller_connection, migrate, prepare_schema
 from howdah.database.driver_errors import (
-    COMMAND_TIMEOUT_SECONDS,
-    POOL_CONNECTIONS,
-    RETRY_DELAY_SECONDS,
-    TIMEOUT_SECONDS,
-    Unanswered,
-    Where,
-    has_schema,
+    Address,
     is_connection_lost,
-    is_ours,
     is_refused,
     is_schema_missing,
     raise_translated,
     seconds_left,
-    unreachable,
 )
-from howdah.database.statement_deadline import Patience
+from howdah.database.retry_loop import (
+    COMMAND_TIMEOUT_SECONDS,
+    POOL_CONNECTIONS,
+    RETRY_DELAY_SECONDS,
+    TIMEOUT_SECONDS,
+    RetryLoop,
+    StoreSettings,
+)
+from howdah.database.statement_deadline import StatementDeadline
 from howdah.embedded import resolve_url
-from howdah.encoding import database_url, validation
+from howdah.encoding import database_url
 from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
-from howdah.protocol.statements import LONG_TIMEOUT_SECONDS
+from howdah.protocol.statements import Statements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,14 +50,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CONNECT_TIMEOUT_SECONDS = 5
+CLOSE_TIMEOUT_SECONDS = 5.0
+# Idle threads of a pool stop in milliseconds. One that is connecting is not waited for.
+REPLACE_TIMEOUT_SECONDS = 0.2
 # A half-open connection is noticed within about 25 seconds, also while an answer is awaited.
-_KEEPALIVES: dict[str, Any] = {
-    "connect_timeout": 5,
+_LIBPQ_OPTIONS: dict[str, Any] = {
+    "connect_timeout": CONNECT_TIMEOUT_SECONDS,
     "keepalives": 1,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
+    "keepalives_idle": 10,  # seconds
+    "keepalives_interval": 5,  # seconds
     "keepalives_count": 3,
-    "tcp_user_timeout": 20_000,
+    "tcp_user_timeout": 20_000,  # milliseconds
 }
 
 
@@ -77,27 +82,20 @@ class Store:
                 f"JobQueue takes a URL or a psycopg_pool.ConnectionPool, not {type(database).__name__}."
             )
         self._database = database
-        self._schema = schema
-        self._create = create
-        self._timeout = validation.to_timedelta(timeout, "timeout", minimum=0.001).total_seconds()
-        self._command_timeout = validation.to_timedelta(
-            command_timeout, "command_timeout", minimum=0.001
-        ).total_seconds()
+        self._settings = StoreSettings(
+            database, schema, create=create, timeout=timeout, command_timeout=command_timeout
+        )
         self._lock = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Any] | None = None
         self._url = ""
-        self._where: Where = ("(unknown)", "(unknown)")
         self._schema_seen = False
-        self._trouble: BaseException | None = None
-        # For a connection, at a time.
-        self._patience = min(self._timeout, 1.0)
         _stores.add(self)
 
-    def _forget(self) -> None:
-        # The parent's sockets are the parent's: the child drops them unclosed and makes its own.
-        # The pool is kept, as its end would wait for threads and locks that the child does not have.
+    def _forget_pool(self) -> None:
+        # The sockets belong to the parent: the child drops them without closing them and opens its own.
+        # A reference to the pool is kept: its finalizer would wait for threads that the child lacks.
         if self._pool is not None:
-            _left_by_parents.append(self._pool)
+            _pools_of_parents.append(self._pool)
         self._lock = threading.Lock()
         self._pool = None
 
@@ -105,90 +103,80 @@ class Store:
         """Run one statement, by itself or in the caller's transaction."""
         if conn is None:
             return self.run_all([statement])[0]
+        schema = self._settings.schema
         try:
-            if self._create and not self._schema_seen:
-                check = has_schema(self._schema)
+            if self._settings.create and not self._schema_seen:
+                check = Statements(schema).has_schema()
                 if not check.decode(caller_connection.run(conn, check)):
-                    # Not here: it is not for the caller's transaction to undo.
-                    self._ready()
+                    # On a connection of ours: a rollback of the caller's must not undo the migration.
+                    self._open_pool()
                 self._schema_seen = True
             rows = caller_connection.run(conn, statement)
         except NoDatabase:
-            raise SchemaMissing(self._schema) from None
+            raise SchemaMissing(schema) from None
         except Exception as error:
-            raise_translated(error, self._schema)
+            raise_translated(error, schema)
         return statement.decode(rows)
 
     def run_all(self, statements: Iterable[Statement[T]]) -> list[T]:
-        """Run statements in one transaction, again from the start if the connection breaks. They may be
-        made as they are asked for."""
-        give_up = time.monotonic() + self._timeout
-        broken = False
+        """Run statements in one transaction, from the start again if the connection breaks. An iterable may
+        build them while they are sent."""
+        loop = RetryLoop(self._settings)
         while True:
             pool = None
             try:
-                pool = self._ready(give_up)
-                return self._attempt(pool, statements, broken, give_up)
+                pool = self._open_pool(loop.deadline)
+                return self._attempt(pool, statements, loop.resend)
             except (psycopg.Error, OSError) as error:
-                if not is_connection_lost(error):
-                    if pool is not None and is_schema_missing(error):
-                        self._look_again(pool)
-                    raise_translated(error, self._schema)
-                if isinstance(error, Unanswered) and not broken:
-                    # It took its time, and may have been done: that is found out by asking again.
-                    give_up = max(give_up, time.monotonic() + self._timeout)
-                if time.monotonic() >= give_up or self._is_hopeless(error):
-                    raise unreachable(self._where, error) from error
-                if isinstance(error, psycopg_pool.PoolTimeout):
-                    continue  # nothing was sent; who asks anew has the pool try anew
-            broken = True
-            self._discard(pool)
+                if pool is not None and is_schema_missing(error):
+                    self._check_schema(pool)
+                is_broken = loop.after(error)
+            if is_broken:
+                self._replace(pool)
 
-    def _look_again(self, pool: psycopg_pool.ConnectionPool[Any]) -> None:
-        """Raise `SchemaTooNew` if what is missing went with a migration under our feet."""
-        with (
-            pool.connection(self._patience) as conn,
-            Patience(conn, self._command_timeout),
-        ):
-            migrate.drive(conn, migrate.check(self._schema, create=False))
+    def _check_schema(self, pool: psycopg_pool.ConnectionPool[Any]) -> None:
+        """Raise `SchemaTooNew` if a newer Howdah has migrated the schema while this process runs."""
+        check = migrate.check(self._settings.schema, create=False)
+        with pool.connection(self._settings.checkout_timeout) as conn:
+            self._drive(conn, check)
 
-    def _is_hopeless(self, error: BaseException) -> bool:
-        # The caller's own pool is not ours to open.
-        return isinstance(error, psycopg_pool.PoolClosed) and not is_ours(self._database)
+    def _drive(self, conn: psycopg.Connection[Any], steps: prepare_schema.Steps[T]) -> T:
+        timeout = self._settings.command_timeout
+        with StatementDeadline(conn, timeout) as deadline:
+            return prepare_schema.drive(conn, steps, timeout, deadline)
 
-    def _discard(self, pool: psycopg_pool.ConnectionPool[Any] | None) -> None:
-        """Part with a pool one of whose connections broke. What others are using stays open."""
-        if pool is None or not is_ours(self._database):
+    def _replace(self, pool: psycopg_pool.ConnectionPool[Any] | None) -> None:
+        """Replace a pool after one of its connections broke. Connections in use stay open."""
+        if pool is None or pool is self._database:
             if pool is not None:
-                _empty(pool)
+                _replace_idle_connections(pool)
             time.sleep(RETRY_DELAY_SECONDS)
             return
-        # A new one is quicker than the old one's own attempts, which lie seconds apart.
+        # A new pool connects at once. The attempts of the old one are seconds apart.
         with self._lock:
             if self._pool is pool:
                 self._pool = None
-        pool.close(timeout=0)
+        pool.close(REPLACE_TIMEOUT_SECONDS)
 
     def _attempt(
         self,
         pool: psycopg_pool.ConnectionPool[Any],
         statements: Iterable[Statement[T]],
-        broken: bool,
-        give_up: float,
+        resend: bool,
     ) -> list[T]:
-        alone = isinstance(statements, list) and len(statements) == 1
+        is_single = isinstance(statements, list) and len(statements) == 1
+        timeout = self._settings.command_timeout
         rows = []
         with (
-            # Not until the end at once: the pool's own attempts to connect lie ever further apart.
-            pool.connection(self._patience) as conn,
-            Patience(conn, self._command_timeout) as patience,
+            pool.connection(self._settings.checkout_timeout) as conn,
+            StatementDeadline(conn, timeout) as deadline,
         ):
             try:
-                with contextlib.nullcontext() if alone else conn.transaction():
+                with contextlib.nullcontext() if is_single else conn.transaction():
                     for each in statements:
-                        patience.renew(each.timeout or self._command_timeout)
-                        rows.append((each, _fetch(conn, each, broken)))
-                    patience.renew(self._command_timeout)
+                        deadline.renew(each.timeout or timeout)
+                        rows.append((each, _fetch(conn, each, resend)))
+                    deadline.renew(timeout)
                 if not conn.autocommit:  # a pool of the caller's
                     conn.commit()
             except psycopg.Error as error:
@@ -197,64 +185,67 @@ class Store:
                 raise
         return [statement.decode(answer) for statement, answer in rows]
 
-    def _ready(self, give_up: float | None = None) -> psycopg_pool.ConnectionPool[Any]:
-        if give_up is None:
-            give_up = time.monotonic() + self._timeout
+    def _open_pool(self, deadline: float | None = None) -> psycopg_pool.ConnectionPool[Any]:
+        """The pool. The first caller opens it, and others wait for that until their deadline."""
         pool = self._pool
-        if pool is None:
-            if not self._lock.acquire(timeout=seconds_left(give_up)):
-                raise unreachable(self._where, TimeoutError(), self._trouble)
-            try:
-                if self._pool is None:
-                    self._pool = self._open(give_up)
-                    self._trouble = None
-                pool = self._pool
-            finally:
-                self._lock.release()
-        return pool
+        if pool is not None:
+            return pool
+        if deadline is None:
+            deadline = time.monotonic() + self._settings.timeout
+        if not self._lock.acquire(timeout=seconds_left(deadline)):
+            raise self._settings.unreachable(TimeoutError())
+        try:
+            if self._pool is None:
+                self._pool = self._connect_pool(deadline)
+                self._settings.last_error = None
+            return self._pool
+        finally:
+            self._lock.release()
 
-    def _open(self, give_up: float) -> psycopg_pool.ConnectionPool[Any]:
+    def _connect_pool(self, deadline: float) -> psycopg_pool.ConnectionPool[Any]:
+        settings = self._settings
+        prepare = prepare_schema.prepare(settings.schema, create=settings.create)
         if isinstance(self._database, psycopg_pool.ConnectionPool):
-            self._where = _where_of(self._database)
-            with self._database.connection(seconds_left(give_up)) as conn:
+            settings.address = _address_of(self._database)
+            with self._database.connection(seconds_left(deadline)) as conn:
                 self._url = conn.info.dsn
-                self._where = (conn.info.host, conn.info.dbname)
+                settings.address = (conn.info.host, conn.info.dbname)
                 autocommit = conn.autocommit
                 conn.autocommit = True
                 try:
-                    self._prepare(conn)
+                    self._drive(conn, prepare)
                 finally:
                     conn.autocommit = autocommit
             return self._database
         self._url = resolve_url(self._database)
-        self._where = database_url.host_and_database(self._url)
-        with self._connect(give_up) as conn:
-            self._prepare(conn)
-        # The first connection is made here, so that an unreachable server is told at once and why.
-        return psycopg_pool.ConnectionPool(
+        settings.address = database_url.host_and_database(self._url)
+        # The first connection is not the pool's, so that an unreachable server is reported with its reason.
+        with self._connect(deadline) as conn:
+            self._drive(conn, prepare)
+        return _Pool(
             self._url,
             min_size=0,
             max_size=POOL_CONNECTIONS,
             open=True,
-            timeout=self._timeout,
-            reconnect_timeout=self._patience / 2,
+            timeout=settings.timeout,
+            reconnect_timeout=settings.checkout_timeout / 2,
             name="howdah",
-            kwargs={"autocommit": True, "prepare_threshold": None, **_KEEPALIVES},
+            kwargs={"autocommit": True, "prepare_threshold": None, **_LIBPQ_OPTIONS},
         )
 
     def url(self) -> str:
-        """Where this store's database is."""
-        self._ready()
+        """The URL of this store's database."""
+        self._open_pool()
         return self._url
 
     def connect(self) -> psycopg.Connection[Any]:
-        """A connection of its own in autocommit mode, tried until the time limit."""
-        return self._connect(time.monotonic() + self._timeout)
+        """Open a connection outside the pool, in autocommit mode. Retries until the timeout."""
+        return self._connect(time.monotonic() + self._settings.timeout)
 
-    def _connect(self, give_up: float) -> psycopg.Connection[Any]:
+    def _connect(self, deadline: float) -> psycopg.Connection[Any]:
         while True:
-            patience = min(_KEEPALIVES["connect_timeout"], math.ceil(seconds_left(give_up)))
-            options = _KEEPALIVES | {"connect_timeout": patience}
+            timeout = min(CONNECT_TIMEOUT_SECONDS, math.ceil(seconds_left(deadline)))
+            options = _LIBPQ_OPTIONS | {"connect_timeout": timeout}
             try:
                 return psycopg.connect(
                     self._url, autocommit=True, prepare_threshold=None, **options
@@ -262,42 +253,50 @@ class Store:
             except psycopg.ProgrammingError:
                 raise database_url.unreadable_url() from None
             except psycopg.OperationalError as error:
-                self._trouble = error
-                # A server that is starting up will answer; a wrong password or name will not.
-                if time.monotonic() >= give_up or is_refused(error):
-                    raise unreachable(self._where, error) from error
+                self._settings.last_error = error
+                # A server that is starting will answer; a wrong password or name stays wrong.
+                if time.monotonic() >= deadline or is_refused(error):
+                    raise self._settings.unreachable(error) from error
             time.sleep(RETRY_DELAY_SECONDS)
-
-    def _prepare(self, conn: psycopg.Connection[Any]) -> None:
-        with Patience(conn, self._command_timeout) as patience:
-            if migrate.drive(conn, migrate.check(self._schema, create=self._create)):
-                patience.renew(LONG_TIMEOUT_SECONDS)
-                try:
-                    migrate.migrate(conn, self._schema)
-                except psycopg.errors.InsufficientPrivilege:
-                    migrate.drive(conn, migrate.refuse(self._schema))
 
     def close(self) -> None:
         """Close the pool, unless it is the caller's. The next call opens it again."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None and pool is not self._database:
-            pool.close()
+            pool.close(CLOSE_TIMEOUT_SECONDS)
+
+
+class _Pool(psycopg_pool.ConnectionPool[Any]):
+    """A pool that does not delay the exit of a process that did not close it.
+
+    The finalizer of the base class joins the pool's four daemon threads, for 5 seconds each. Threads no
+    longer run while the interpreter is finalized, and since Python 3.13 joining them waits for the whole
+    timeout. Their sockets are closed with the process. An `atexit` hook that closes pools is no
+    alternative: daemon threads that still use the pool would open it again and print tracebacks."""
+
+    def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        if not sys.is_finalizing():
+            super().close(timeout)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            super().__del__()
 
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
-_left_by_parents: list[object] = []
+_pools_of_parents: list[object] = []
 
 
 def _after_fork() -> None:
     for store in list(_stores):
-        store._forget()
+        store._forget_pool()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _where_of(pool: psycopg_pool.ConnectionPool[Any]) -> Where:
+def _address_of(pool: psycopg_pool.ConnectionPool[Any]) -> Address:
     # Either may be a callable in newer versions of the pool.
     known: dict[str, Any] = (
         conninfo_to_dict(pool.conninfo) if isinstance(pool.conninfo, str) else {}
@@ -307,8 +306,9 @@ def _where_of(pool: psycopg_pool.ConnectionPool[Any]) -> Where:
     return str(known.get("host", "localhost")), str(known.get("dbname", "(default)"))
 
 
-def _empty(pool: psycopg_pool.ConnectionPool[Any]) -> None:
-    """Have a pool replace what lies idle in it. Not `check`: that waits for every answer, also for ever."""
+def _replace_idle_connections(pool: psycopg_pool.ConnectionPool[Any]) -> None:
+    """Make a caller's pool replace its idle connections. `pool.check()` would wait for an answer on each,
+    and a server that is silent never sends one."""
     with contextlib.suppress(psycopg_pool.PoolTimeout):
         for _ in range(pool.get_stats().get("pool_available", 0)):
             conn = pool.getconn(RETRY_DELAY_SECONDS)
@@ -316,8 +316,8 @@ def _empty(pool: psycopg_pool.ConnectionPool[Any]) -> None:
             pool.putconn(conn)
 
 
-def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], broken: bool) -> Rows:
-    if broken and statement.resend is not None:
+def _fetch(conn: psycopg.Connection[Any], statement: Statement[Any], resend: bool) -> Rows:
+    if resend and statement.resend is not None:
         statement = statement.resend()
     with psycopg.RawCursor(conn, row_factory=tuple_row) as cursor:
         if statement.copy is not None:

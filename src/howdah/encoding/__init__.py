@@ -1,1 +1,1 @@
-"""Python values as JSON, COPY lines and checked arguments. No I/O."""
+"""Converts Python values to JSON, COPY lines and checked arguments. No I/O."""

@@ -1,6 +1,6 @@
-"""Which database, as far as text can tell: argument, environment, and the forms a URL may have.
+"""Finds and parses the database URL: argument, environment, and the forms that a URL may have.
 
-Pure: reads a mapping, opens nothing. Starting an embedded server is left to `embedded.py`.
+Opens nothing. `howdah.embedded` starts an embedded server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARIABLES = ("HOWDAH_DATABASE_URL", "DATABASE_URL")
 EMBEDDED = "embedded:"
 SCHEMES = ("postgresql", "postgres")
 DRIVERS = ("asyncpg", "psycopg", "psycopg_async", "psycopg2")
-# libpq's own: asyncpg would send them to the server as settings, which refuses the connection.
+# asyncpg would send these options of libpq to the server as settings, and the server would refuse.
 LIBPQ_ONLY = frozenset(
     {
         "channel_binding",
@@ -38,9 +38,9 @@ LIBPQ_ONLY = frozenset(
 
 
 def database_url(argument: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The first that is set of the argument, HOWDAH_DATABASE_URL and DATABASE_URL."""
+    """The argument, or else HOWDAH_DATABASE_URL, or else DATABASE_URL."""
     url = argument or next(filter(None, map(environ.get, VARIABLES)), None)
-    # A shell hands over what is not Unicode as halves of surrogate pairs.
+    # Bytes that are not valid UTF-8 arrive from a shell as lone surrogates.
     if url is not None and ("\x00" in url or any("\ud800" <= each <= "\udfff" for each in url)):
         raise unreadable_url()
     return url
@@ -52,20 +52,20 @@ def is_embedded(url: str) -> bool:
 
 
 def embedded_directory(url: str) -> str | None:
-    """The directory that an `embedded:` URL names, or None for the default one."""
+    """The directory in an `embedded:` URL, or None for the default directory."""
     path = url.removeprefix(EMBEDDED)
     return path.removeprefix("//") or None
 
 
 def normalize_url(url: str) -> str:
-    """The same database as a `postgresql://` URL that psycopg and asyncpg both accept.
+    """Convert a URL to a `postgresql://` URL that both psycopg and asyncpg accept.
 
-    Options that only libpq has are left out, and SQLAlchemy's `ssl=` becomes `sslmode=`.
+    Options that only libpq has are removed, and SQLAlchemy's `ssl=` becomes `sslmode=`.
     """
     scheme, separator, rest = url.strip().partition("://")
     dialect, _, driver = scheme.lower().partition("+")
     if not separator or dialect not in SCHEMES or (driver and driver not in DRIVERS):
-        # Whatever is not plainly a scheme may be a password in the wrong place: it is not shown.
+        # Text that does not look like a scheme may be a misplaced password, so it is not shown.
         plain = separator and re.fullmatch(r"[A-Za-z0-9+_]+", scheme)
         raise InvalidOption(
             f"the database URL begins with {f'{scheme}://' if plain else 'no scheme'}, which is not "
@@ -73,7 +73,7 @@ def normalize_url(url: str) -> str:
         )
     user, at, host = rest.partition("/")[0].partition("@")
     if at and (set(user) & set("?#") or "@" in host.partition("?")[0]):
-        # The drivers read such a URL in two ways, and would call half of a password a host.
+        # The drivers parse such a URL differently, and would report half of a password as the host.
         raise unreadable_url()
     base, _, query = rest.partition("?")
     options = [_option(each) for each in query.split("&") if each]
@@ -82,8 +82,8 @@ def normalize_url(url: str) -> str:
 
 
 def unreadable_url() -> InvalidOption:
-    """What to raise for a URL that no parser understands."""
-    # The parsers' own words may hold a part of the password.
+    """The error for a URL that cannot be parsed."""
+    # The parser's message may contain a part of the password.
     return InvalidOption(
         "the database URL cannot be read; write it as postgresql://user:password@host:5432/database, "
         "with special characters in the password percent-encoded."
@@ -97,10 +97,10 @@ def redact(url: str) -> str:
 
 
 def host_and_database(url: str) -> tuple[str, str]:
-    """Where a URL leads, without any credentials."""
+    """The host and the database of a URL, without credentials."""
     base, _, query = url.partition("://")[2].partition("?")
     options = dict(parse_qsl(query))
-    # By hand: urlsplit knows no list of hosts.
+    # Parsed by hand: urlsplit does not support a list of hosts.
     hosts, _, database = base.rpartition("@")[2].partition("/")
     host = unquote(hosts) or options.get("host", "localhost")
     return host, unquote(database) or options.get("dbname", "(default)")

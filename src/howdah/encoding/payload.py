@@ -1,5 +1,5 @@
-"""Jobs as JSON. What a caller enqueues is checked and refused; what a worker reports is sanitised
-and never refused, because by then the work is done. Knows nothing of databases."""
+"""Jobs as JSON. Data to be enqueued are checked and may be refused. Results and reports of a worker are
+sanitized and never refused, because the work is done by then. No I/O."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from uuid import UUID
 
-DATA_LIMIT = 64 * 1024
-RESULT_LIMIT = 64 * 1024
-ERROR_LIMIT = 16 * 1024
-STAGE_LIMIT = 100
-KEY_LIMIT = 500
-DEPTH_LIMIT = 100
+DATA_LIMIT = 64 * 1024  # bytes
+RESULT_LIMIT = 64 * 1024  # bytes
+ERROR_LIMIT = 16 * 1024  # characters
+STAGE_LIMIT = 100  # characters
+KEY_LIMIT = 500  # characters
+DEPTH_LIMIT = 100  # levels
 MAX_ATTEMPTS_LIMIT = 10_000
 PRIORITY_RANGE = (-1000, 1000)
-INTEGER_BITS = 1024  # far beyond what readers in other languages hold, and cheap to print
+INTEGER_BITS = 1024  # more than parsers in other languages support, and cheap to print
 
 
 def _plain(value: object) -> str | int | float:
@@ -47,8 +47,8 @@ _decode = msgspec.json.Decoder().decode
 
 
 def decode(text: str) -> Any:
-    """JSON from the database → Python values. Never raises: SQL callers can store numbers and depths
-    that Python cannot hold, and one such job must not spoil the batch that it was claimed with."""
+    """JSON from the database as Python values. Never raises: SQL callers can store numbers and depths that
+    Python does not support, and one such job must not fail the batch that it is claimed with."""
     try:
         return _decode(text)
     except (msgspec.MsgspecError, RecursionError):
@@ -61,7 +61,7 @@ def decode(text: str) -> Any:
 def _parse_integer(digits: str) -> int | str:
     try:
         return int(digits)
-    except ValueError:  # more digits than Python reads
+    except ValueError:  # more digits than Python converts
         return digits
 
 
@@ -69,9 +69,9 @@ def _parse_integer(digits: str) -> int | str:
 
 
 def encode_data(data: Any, limit: int = DATA_LIMIT) -> msgspec.Raw:
-    """The data as JSON, or an `InvalidJob` that says what JSON or PostgreSQL cannot hold."""
+    """The data as JSON. Raises `InvalidJob` if JSON or PostgreSQL cannot represent them."""
     if not _is_simple(data) and _check_json(data, limit):
-        data = _spell_floats(data)
+        data = _expand_floats(data)
     raw = _encode(data)
     if len(raw) > limit:
         raise _too_large(f"{len(raw):,} bytes", limit)
@@ -87,8 +87,8 @@ def _too_large(size: str, limit: int) -> PayloadTooLarge:
 
 
 def _is_simple(data: Any) -> bool:
-    """Whether nothing in the data needs the closer look of `_check_json`, which takes three times as long:
-    an object of ASCII texts, small integers, true, false and null."""
+    """Whether the data need not be checked by `_check_json`, which takes three times as long: an object of
+    ASCII texts, small integers, true, false and null."""
     if type(data) is not dict:
         return False
     for key, value in data.items():
@@ -107,18 +107,19 @@ def _is_simple(data: Any) -> bool:
 
 
 def _check_json(data: Any, limit: int) -> bool:
-    """Walks the values without recursion: JSON's types only, finite, storable, not too deep.
+    """Check the values without recursion: only JSON's types, finite, storable, not nested too deeply.
 
-    Gives whether there is a float that must be spelled out, see `_spell`.
+    Returns whether there is a float for `_expand_float`.
     """
-    level, depth, values, spell = [data], 0, 0, False
+    level, depth, values, expand = [data], 0, 0, False
     while level:
         if depth > DEPTH_LIMIT:
             raise InvalidJob(
                 f"data is nested deeper than {DEPTH_LIMIT} levels; flatten it or store a reference.",
                 field="data",
             )
-        # A value is a byte at least. Without this a list that holds itself twice would never end.
+        # A value takes at least one byte. Without this limit, a list that contains itself twice would be
+        # walked forever.
         values += len(level)
         if values > limit:
             raise _too_large(f"over {limit:,} bytes", limit)
@@ -132,7 +133,7 @@ def _check_json(data: Any, limit: int) -> bool:
             elif kind is int:
                 _check_size(value)
             elif kind is float:
-                spell = _check_finite(value) or spell
+                expand = _check_finite(value) or expand
             elif isinstance(value, dict):
                 for key in value:
                     if not isinstance(key, str):
@@ -144,7 +145,7 @@ def _check_json(data: Any, limit: int) -> bool:
                 below.extend(value.values())
             elif isinstance(value, list | tuple):
                 below.extend(value)
-            elif isinstance(value, str | int | float):  # StrEnum and the like
+            elif isinstance(value, str | int | float):  # a subclass, such as StrEnum
                 below.append(_plain(value))
             else:
                 raise InvalidJob(
@@ -153,7 +154,7 @@ def _check_json(data: Any, limit: int) -> bool:
                     field="data",
                 )
         level, depth = below, depth + 1
-    return spell
+    return expand
 
 
 def _check_size(value: int) -> None:
@@ -168,28 +169,28 @@ def _check_size(value: int) -> None:
 def _check_finite(value: float) -> bool:
     if not math.isfinite(value):
         raise InvalidJob(f"data holds {value}, which JSON does not have.", field="data")
-    return _needs_spelling(value)
+    return _needs_expanding(value)
 
 
-def _needs_spelling(value: float) -> bool:
+def _needs_expanding(value: float) -> bool:
     return not 1e-4 <= abs(value) < 1e15 and value != 0
 
 
-def _spell(value: float) -> msgspec.Raw:
-    """A float in all its digits. PostgreSQL writes 1e23 as an integer, which would come back as one
-    and no longer be equal; 100…000.0 stays a float. It is also as long here as it is there."""
+def _expand_float(value: float) -> msgspec.Raw:
+    """A float with all its digits. PostgreSQL would return 1e23 as an integer, which is not equal to it, while
+    100…000.0 stays a float. Its length here is also its length in the database."""
     text = format(Decimal(repr(value)), "f")
     return msgspec.Raw((text if "." in text else f"{text}.0").encode())
 
 
-def _spell_floats(value: Any) -> Any:
+def _expand_floats(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _spell_floats(each) for key, each in value.items()}
+        return {key: _expand_floats(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_spell_floats(each) for each in value]
+        return [_expand_floats(each) for each in value]
     if isinstance(value, float):
         value = float.__float__(value)
-        return _spell(value) if _needs_spelling(value) else value
+        return _expand_float(value) if _needs_expanding(value) else value
     return value
 
 
@@ -198,7 +199,7 @@ def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, 
     common = _common(job)
     try:
         fields = _encode_common(*common).copy()
-    except TypeError:  # something that has no hash, and is refused for it
+    except TypeError:  # an unhashable value, which the checks refuse
         fields = _encode_common.__wrapped__(*common)
     fields["id"] = job_id
     fields["data"] = encode_data({} if job.data is None else job.data, limit)
@@ -261,11 +262,11 @@ def encode_batch(jobs: Sequence[Any]) -> str:
     return _encode(jobs).decode()
 
 
-# ── acknowledging: sanitise ───────────────────────────────────────────────────────────────────────
+# ── acknowledging: sanitize ───────────────────────────────────────────────────────────────────────
 
 
 def clean_text(text: object, limit: int) -> str:
-    """The text of anything without what PostgreSQL cannot store, cut to `limit` characters."""
+    """The text of any value, without characters that PostgreSQL cannot store, cut to `limit` characters."""
     plain = str.__str__(text) if isinstance(text, str) else _text(text)
     if len(plain) > limit:
         plain = plain[: limit - 1] + "…"
@@ -273,7 +274,7 @@ def clean_text(text: object, limit: int) -> str:
 
 
 def clean_percent(percent: object) -> int | None:
-    """A number as whole percent; None, which leaves progress as it was, where it is not a number."""
+    """A number as whole percent. None, which leaves progress unchanged, for NaN."""
     if percent is None:
         return None
     if not isinstance(percent, int | float):
@@ -282,19 +283,19 @@ def clean_percent(percent: object) -> int | None:
 
 
 def format_error(error: BaseException | str) -> str:
-    """`Type: message` of an exception, even of one whose `__str__` raises."""
+    """`Type: message` of an exception, even if its `__str__` raises."""
     if isinstance(error, str):
         return clean_text(error, ERROR_LIMIT)
     name = type(error).__name__
     try:
         message = str.__str__(str(error))
-    except BaseException as second:  # it may do anything
+    except BaseException as second:  # a user's `__str__` may raise anything
         message = f"(its message could not be read: {type(second).__name__})"
     return clean_text(f"{name}: {message}" if message else name, ERROR_LIMIT)
 
 
 def clean_json(value: Any, limit: int = RESULT_LIMIT) -> str:
-    """The value as JSON text that PostgreSQL can store: what JSON cannot hold becomes text."""
+    """The value as JSON text that PostgreSQL can store. Values that JSON cannot represent become text."""
     raw = _encode(_Cleaner(limit).clean(value, 0))
     if len(raw) > limit:
         raw = _encode(
@@ -304,8 +305,8 @@ def clean_json(value: Any, limit: int = RESULT_LIMIT) -> str:
 
 
 class _Cleaner:
-    """Copies a value into what JSON holds. Stops copying when the result is over the limit anyway,
-    so that neither a structure that holds itself nor an endless iterator is followed for ever."""
+    """Copies a value into JSON's types. Stops when the result is over the limit, so that a structure that
+    contains itself or an endless iterator is not followed forever."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
@@ -313,7 +314,7 @@ class _Cleaner:
     def clean(self, value: Any, depth: int) -> Any:
         try:
             return self._clean(value, depth)
-        except BaseException as error:  # an overridden method may do anything
+        except BaseException as error:  # an overridden method may raise anything
             return f"({type(value).__name__} that could not be read: {type(error).__name__})"
 
     def _clean(self, value: Any, depth: int) -> Any:
@@ -330,7 +331,7 @@ class _Cleaner:
                 number = float.__float__(value)
                 if not math.isfinite(number):
                     return str(number)
-                return _spell(number) if _needs_spelling(number) else number
+                return _expand_float(number) if _needs_expanding(number) else number
             case _ if depth >= DEPTH_LIMIT or self._left < 0:
                 return "…"
             case dict():

@@ -1,5 +1,5 @@
-"""Bounds of what callers pass: texts, whole numbers, times and durations. Who passes something else is told
-what is wrong with it, by the name under which it was passed."""
+"""Checks of what callers pass: texts, whole numbers, times and durations. An error names the parameter and
+says what is wrong with its value."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NAME_LIMIT = 200
-LONGEST_LEASE = timedelta(days=30)
-LAST_YEAR = 9998  # Python's last is 9999, and a time zone may push a date over that edge
+LEASE_LIMIT = timedelta(days=30)
+LAST_YEAR = 9998  # Python's last year is 9999, and converting the time zone may exceed it
 
 
 def check_text(text: str, field: str) -> None:
-    """Refuses what PostgreSQL cannot store: NUL, and half of a surrogate pair."""
+    """Refuse a text that PostgreSQL cannot store: with a NUL character or a lone surrogate."""
     if "\x00" in text:
         raise InvalidJob(
             f"{field} holds a NUL character, which PostgreSQL cannot store.", field=field
         )
-    if text.isascii():  # known without looking
+    if text.isascii():  # Python stores this flag, so the text is not scanned
         return
     try:
         text.encode()
@@ -37,7 +37,7 @@ def check_text(text: str, field: str) -> None:
 
 
 def check_option_text(text: str) -> str:
-    """The text itself, if a database can hold it. What a shell hands over need not be Unicode."""
+    """Refuse an option that the database cannot store. Text from a shell may be invalid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -48,7 +48,7 @@ def check_option_text(text: str) -> str:
 
 
 def check_name(value: object, field: str, limit: int = NAME_LIMIT) -> str:
-    """A text that is present, storable and not too long."""
+    """Refuse a name that is no string, is empty, too long or cannot be stored."""
     if not isinstance(value, str):
         raise InvalidJob(f"{field} must be a string, not {type(value).__name__}.", field=field)
     if not value:
@@ -62,7 +62,7 @@ def check_name(value: object, field: str, limit: int = NAME_LIMIT) -> str:
 
 
 def check_integer(value: object, field: str, low: int, high: int) -> int:
-    """A whole number within its range."""
+    """Refuse what is not a whole number within its range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidJob(
             f"{field} must be a whole number, not {type(value).__name__}.", field=field
@@ -75,7 +75,7 @@ def check_integer(value: object, field: str, low: int, high: int) -> int:
 
 
 def check_time(value: object, field: str) -> datetime:
-    """A datetime that knows its time zone, in UTC."""
+    """Convert an aware datetime to UTC. Refuse a naive one."""
     if not isinstance(value, datetime):
         raise InvalidJob(f"{field} must be a datetime, not {type(value).__name__}.", field=field)
     if value.tzinfo is None or value.utcoffset() is None:
@@ -96,7 +96,7 @@ def check_time(value: object, field: str) -> datetime:
 
 
 def to_timedelta(value: Seconds, field: str, *, minimum: float = 0) -> timedelta:
-    """A duration in either of its two forms. Raises `InvalidOption` for anything else."""
+    """Convert a duration, a timedelta or a number of seconds. Raises `InvalidOption` for anything else."""
     if isinstance(value, bool) or not isinstance(value, timedelta | int | float):
         raise InvalidOption(
             f"{field} must be a timedelta or a number of seconds, not {type(value).__name__}."
@@ -115,9 +115,9 @@ def to_timedelta(value: Seconds, field: str, *, minimum: float = 0) -> timedelta
 
 
 def to_lease(value: Seconds) -> timedelta:
-    """How long a claim is good for: a duration within what the database takes."""
+    """Convert the duration of a lease, within the limits of the database."""
     lease = to_timedelta(value, "lease", minimum=0.001)
-    if lease > LONGEST_LEASE:
+    if lease > LEASE_LIMIT:
         raise InvalidOption(
             f"lease is {show(value)}; it must be at most 30 days. Extend it instead."
         )
@@ -125,6 +125,7 @@ def to_lease(value: Seconds) -> timedelta:
 
 
 def to_seconds(value: Seconds, field: str) -> float:
+    """Convert a duration that is a field of a job. Raises `InvalidJob`."""
     try:
         return to_timedelta(value, field).total_seconds()
     except InvalidOption as error:
@@ -132,7 +133,7 @@ def to_seconds(value: Seconds, field: str) -> float:
 
 
 def show(value: object) -> str:
-    """A value in a message, short, whatever its `__repr__` does."""
+    """A value for a message: short, and safe if its `__repr__` fails."""
     try:
         return f"{value!r:.80}"
     except Exception:  # also an integer of more digits than Python prints
@@ -140,7 +141,7 @@ def show(value: object) -> str:
 
 
 def check_option(check: Callable[..., T], *arguments: Any) -> T:
-    """The check of a job's field, for what is a parameter here."""
+    """Apply the check of a job's field to an option: raises `InvalidOption` instead of `InvalidJob`."""
     try:
         return check(*arguments)
     except InvalidJob as error:

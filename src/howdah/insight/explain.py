@@ -55,7 +55,7 @@ class Explainer(QueueReader):
             return Explanation(job=job, reasons=(self._in_flight(job, now),))
         reasons = [*self._blocked(job), *self._not_due(job, now), *self._no_worker(job)]
         if job.attempts >= job.max_attempts:
-            text = f"it has used all of its {job.max_attempts} attempts; `howdah retry {job.id}` resets them"
+            text = f"it has used all of its {job.max_attempts} attempts; cancel it and retry it to reset them"
             reasons.append(Reason(code="no-attempts", text=text))
         ahead, starts_at = None, None
         if not job.blockers:

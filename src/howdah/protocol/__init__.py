@@ -1,1 +1,1 @@
-"""What callers ask for, as SQL statements, and how their rows are read. No I/O."""
+"""Turns calls into SQL statements, and their rows into Python values. No I/O."""

@@ -1,9 +1,9 @@
-"""Sends the single enqueues of one event loop together: while a statement is under way, what is asked
-for meanwhile piles up and goes with the next. No timer, so a lone enqueue is sent at once.
+"""Batches the single enqueues of one event loop: jobs that arrive while a statement is in flight are sent
+together with the next. There is no timer, so a lone enqueue is sent at once.
 
-Many callers are served by two statements at a time: the server stores one half of their jobs while the
-other half hears of its own and makes the next. A batch that the database refuses is split until the bad
-job stands alone."""
+Many callers are served by two statements at a time: the server stores the jobs of one half while the callers
+of the other half receive their answers and enqueue again. A batch that the database refuses is split until
+the invalid job is alone."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
 Send: TypeAlias = "Callable[[list[dict[str, Any]]], Awaitable[list[Handle]]]"
 Waiting: TypeAlias = "list[tuple[dict[str, Any], asyncio.Future[Handle]]]"
 
-FEW = 8  # jobs: a statement of fewer costs the server more than it saves the callers
-# Cardinality, data, integrity, check option, program limit, a user's own trigger.
+MIN_BATCH_JOBS = (
+    8  # a second statement with fewer jobs costs the server more than it saves the callers
+)
+# Cardinality, data, integrity, check option, program limit, a trigger of the user's.
 _DATA_ERRORS = frozenset({"21", "22", "23", "44", "54", "P0"})
 
 
-def _is_fault_of_a_job(error: Exception) -> bool:
+def _is_caused_by_a_job(error: Exception) -> bool:
     return isinstance(error, InvalidJob) or sqlstate(error)[:2] in _DATA_ERRORS
 
 
 class EnqueueBatcher:
-    """Collects jobs of concurrent callers and hands each its own handle or error."""
+    """Collects the jobs of concurrent callers, and gives each caller its handle or error."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._senders: _Senders | None = None
 
     async def enqueue(self, job: dict[str, Any]) -> Handle:
-        """Send one encoded job with its neighbours."""
+        """Send one encoded job, in a batch with those of other callers."""
         loop = asyncio.get_running_loop()
         if self._senders is None or self._senders.loop is not loop:
             self._senders = _Senders(self._send, loop)
@@ -45,22 +47,22 @@ class EnqueueBatcher:
 
 
 class _Senders:
-    """The one or two statements that are under way in an event loop, and what waits for the next."""
+    """The one or two statements in flight in an event loop, and the jobs that wait for the next."""
 
     def __init__(self, send: Send, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._send = send
         self._waiting: Waiting = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._enough = FEW  # jobs that are worth a second statement
-        self._ordered = 0  # jobs that must not overtake each other
+        self._second_at = MIN_BATCH_JOBS  # waiting jobs that justify a second statement
+        self._ordered = 0  # jobs with an ordering key, which must not overtake each other
 
     async def enqueue(self, job: dict[str, Any]) -> Handle:
         future: asyncio.Future[Handle] = self.loop.create_future()
         ordered = "ordering_key" in job
         self._ordered += ordered
         self._waiting.append((job, future))
-        if not self._tasks or (len(self._waiting) >= self._enough and self._is_second_allowed()):
+        if not self._tasks or (len(self._waiting) >= self._second_at and self._is_second_allowed()):
             self._start()
         try:
             return await future
@@ -73,12 +75,12 @@ class _Senders:
     def _start(self) -> None:
         task = self.loop.create_task(self._send_waiting(), name="howdah-enqueue-batcher")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
-            # Only where the loop ends, or somebody cancels every task there is.
+            # This happens if the loop ends, or if the program cancels all tasks.
             while self._waiting:
                 self._waiting.pop()[1].cancel()
         elif self._waiting and not self._tasks:
@@ -86,22 +88,22 @@ class _Senders:
 
     async def _send_waiting(self) -> None:
         while self._waiting and not (self._ordered and len(self._tasks) == 2):
-            batch = self._take()
+            batch = self._take_batch()
             try:
                 await self._send_batch(batch)
             finally:
                 for _, future in batch:
-                    future.cancel()  # those that were not answered, as when the loop ends
+                    future.cancel()  # without effect on those that have their answer
 
-    def _take(self) -> Waiting:
-        """What to send now: all that waits, or half of it if there is much."""
+    def _take_batch(self) -> Waiting:
+        """The jobs to send now: all that wait, or half of them if they are many."""
         count = len(self._waiting)
-        if count >= 2 * FEW and self._is_second_allowed():
+        if count >= 2 * MIN_BATCH_JOBS and self._is_second_allowed():
             count = (count + 1) // 2
             self._start()
         batch = [entry for entry in self._waiting[:count] if not entry[1].cancelled()]
         del self._waiting[:count]
-        self._enough = max(FEW, count // 2)
+        self._second_at = max(MIN_BATCH_JOBS, count // 2)
         return batch
 
     async def _send_batch(self, batch: Waiting) -> None:
@@ -110,7 +112,7 @@ class _Senders:
         try:
             handles = await self._send([job for job, _ in batch])
         except Exception as error:
-            if len(batch) > 1 and _is_fault_of_a_job(error):
+            if len(batch) > 1 and _is_caused_by_a_job(error):
                 middle = len(batch) // 2
                 await self._send_batch(batch[:middle])
                 await self._send_batch(batch[middle:])

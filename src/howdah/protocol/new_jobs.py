@@ -1,5 +1,5 @@
-"""New jobs, from what callers pass to the statements that enqueue them: checked, encoded, and in batches
-that suit the server. The half of `operations.py` that has nothing to do with claims."""
+"""Turns new jobs into the statements that enqueue them: checks, encodes and batches them. `operations.py`
+adds the operations on existing jobs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 4 * 2**20
 BATCH_JOBS = 5_000
-CHUNK_JOBS = 200  # jobs that are encoded at a time; a COPY of fewer costs more than it saves
-COPY_JOBS = 20_000
+CHUNK_JOBS = 200  # encoded at a time; a COPY of fewer costs more than it saves
+COPY_JOBS = 20_000  # at most in one COPY
+ROW_BYTES = 200  # estimate of what the other fields add to a job's data
 _PLAIN = frozenset(copy_format.COLUMNS)
 
 _DEFAULTS = NewJob(job_type="")
@@ -30,7 +31,7 @@ _NEW_JOB_FIELDS = NewJob.__struct_fields__
 
 
 class LazyJobs(Iterable[NewJob]):
-    """Jobs that are made of something else, each when its turn comes."""
+    """Jobs that are built from other items, each when it is needed."""
 
     def __init__(self, items: Iterable[Any], make: Callable[[Any], NewJob]) -> None:
         self.items = list(items)
@@ -41,12 +42,12 @@ class LazyJobs(Iterable[NewJob]):
 
     @classmethod
     def of(cls, jobs: Iterable[NewJobLike]) -> LazyJobs:
-        """Jobs in any of their forms."""
+        """Jobs in any of the forms that `enqueue_many` takes."""
         return jobs if isinstance(jobs, LazyJobs) else cls(jobs, _to_new_job)
 
 
 class NewJobs:
-    """Turns what callers enqueue into statements."""
+    """Builds the statements that enqueue jobs."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class NewJobs:
         return NewJob(job_type=job_type, data={} if data is None else data, **options)
 
     def encode(self, job: NewJob, job_id: UUID | None = None) -> dict[str, Any]:
-        """A job, checked, with its id, its request id and the queue's retention filled in."""
+        """Check and encode a job. Its id, its request id and the queue's retention are filled in."""
         if job.request_id is None and (current := request_id.get()) is not None:
             job = msgspec.structs.replace(job, request_id=current)
         if job.keep is None and self.keep is not None:
@@ -79,11 +80,11 @@ class NewJobs:
         return payload.encode_job(job, job_id or new_id(), self.payload_limit)
 
     def encode_many(self, jobs: Iterable[NewJobLike]) -> list[dict[str, Any]]:
-        """Jobs in any of their forms, checked; an error names the index."""
+        """Check and encode jobs in any of their forms. An error names the index."""
         return [job for chunk in self.encode_chunks(LazyJobs.of(jobs)) for job in chunk]
 
     def encode_chunks(self, jobs: LazyJobs) -> Iterator[list[dict[str, Any]]]:
-        """The same, as they are asked for, so many at a time."""
+        """The same as an iterator, `CHUNK_JOBS` at a time."""
         for start in range(0, len(jobs.items), CHUNK_JOBS):
             chunk = jobs.items[start : start + CHUNK_JOBS]
             encoded: list[dict[str, Any]] = []
@@ -94,7 +95,7 @@ class NewJobs:
                     raise error.at(start + len(encoded)) from None
                 except InvalidOption as error:
                     raise InvalidOption(f"job {start + len(encoded)}: {error}") from None
-                except Exception as error:  # a mapping of the caller's own may raise anything
+                except Exception as error:  # a mapping of the caller's may raise anything
                     why = f"it could not be read: {payload.format_error(error)}."
                     raise InvalidJob(why, field="job").at(start + len(encoded)) from error
             yield encoded
@@ -102,7 +103,8 @@ class NewJobs:
     def enqueue(
         self, jobs: list[dict[str, Any]], *, resend: bool = False
     ) -> list[Statement[list[Handle]]]:
-        """Encoded jobs in as many statements as their size asks for. `again`: unless they are there."""
+        """Statements that enqueue encoded jobs, as many as their size requires. With `resend`, jobs that exist
+        already are not enqueued again."""
         return [
             self.statements.enqueue_jobs(
                 payload.encode_batch(batch), self.idempotency_ttl, resend=resend
@@ -111,46 +113,46 @@ class NewJobs:
         ]
 
     def enqueue_many(self, jobs: Iterable[NewJobLike], *, on_caller_connection: bool) -> Bulk:
-        """Jobs in any of their forms, to be sent together, on the caller's connection or one of ours."""
+        """A bulk enqueue of jobs in any of their forms, on the caller's connection or our own."""
         return Bulk(self, LazyJobs.of(jobs), copy=not on_caller_connection)
 
 
 class Bulk:
-    """A bulk enqueue. Its statements are made while they are sent: the server stores what it has while the
-    next jobs are encoded here. They are to be run in one transaction.
+    """A bulk enqueue, to be run in one transaction. Its statements are built while they are sent: the server
+    stores the first jobs while the next ones are encoded.
 
-    Many plain jobs are copied, as far as there is nothing special about them. What follows, and what is
-    sent again because the connection broke, goes as JSON."""
+    Jobs are sent with COPY up to the first one that has a field which COPY cannot fill. That job and the
+    following ones are sent as JSON. After a broken connection, all of them are resent as JSON."""
 
     def __init__(self, new_jobs: NewJobs, jobs: LazyJobs, *, copy: bool) -> None:
         self.encoded: list[dict[str, Any]] = []
-        self._do = new_jobs
+        self._new_jobs = new_jobs
         self._copy = copy and len(jobs.items) >= CHUNK_JOBS
         self._chunks = new_jobs.encode_chunks(jobs)
         self._next: list[dict[str, Any]] = []
-        self._advance()  # what is wrong with the first of them is told before anything is sent
+        self._advance()  # so that an invalid job among the first is refused before anything is sent
 
     def __bool__(self) -> bool:
         return bool(self.encoded)
 
     def statements(self) -> Iterable[Statement[list[Handle]]]:
-        """What to send. If the connection breaks, it is to be gone through once more."""
-        return self if self._copy else self._do.enqueue(self._rest())
+        """The statements to send. If the connection breaks, iterate over them again."""
+        return self if self._copy else self._new_jobs.enqueue(self._rest())
 
     def __iter__(self) -> Iterator[Statement[list[Handle]]]:
         if not self._copy:
             self._rest()
-            yield from self._do.enqueue(self.encoded, resend=True)
+            yield from self._new_jobs.enqueue(self.encoded, resend=True)
             return
-        self._copy = False  # nor a second time
+        self._copy = False  # the next iteration resends as JSON
         lanes: set[tuple[str, str, int]] = set()
         while self._is_plain():
             copied: list[dict[str, Any]] = []
-            yield self._do.statements.copy_jobs(self._lines(copied), copied)
+            yield self._new_jobs.statements.copy_jobs(self._lines(copied), copied)
             lanes |= {_lane(job) for job in copied}
         if lanes:
-            yield self._do.statements.announce_jobs(payload.encode_batch(sorted(lanes)))
-        yield from self._do.enqueue(self._rest())
+            yield self._new_jobs.statements.announce_jobs(payload.encode_batch(sorted(lanes)))
+        yield from self._new_jobs.enqueue(self._rest())
 
     def _advance(self) -> None:
         self._next = next(self._chunks, [])
@@ -160,14 +162,14 @@ class Bulk:
         return bool(self._next) and all(map(_PLAIN.issuperset, self._next))
 
     def _lines(self, copied: list[dict[str, Any]]) -> Iterator[bytes]:
-        """The next jobs for one COPY, as long as they are plain."""
+        """The lines of one COPY: the next jobs, up to the first that COPY cannot write."""
         while len(copied) < COPY_JOBS and self._is_plain():
             copied += self._next
             yield copy_format.encode_lines(self._next)
             self._advance()
 
     def _rest(self) -> list[dict[str, Any]]:
-        """What has not been sent."""
+        """The jobs that have not been sent."""
         rest: list[dict[str, Any]] = []
         while self._next:
             rest += self._next
@@ -210,7 +212,7 @@ def _batches(jobs: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
     batch: list[dict[str, Any]] = []
     size = 0
     for job in jobs:
-        length = len(memoryview(job["data"])) + 200
+        length = len(memoryview(job["data"])) + ROW_BYTES
         if batch and (len(batch) >= BATCH_JOBS or size + length > BATCH_BYTES):
             yield batch
             batch, size = [], 0

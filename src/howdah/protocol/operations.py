@@ -1,5 +1,5 @@
-"""What a queue does, without doing it: checks the caller's input, keeps the fences of what was claimed,
-and turns each call into a Statement. `JobQueue` and `AsyncJobQueue` only run what this gives them."""
+"""Turns the calls of a queue into statements: checks the caller's input, and remembers the fences of claimed
+jobs. `JobQueue` and `AsyncJobQueue` run the statements. No I/O."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 _NO_FILTERS = Filters()
 FIND_OPTIONS = tuple(each.name for each in fields(Filters) if each.name != "ids")
-REMEMBERED = 100_000
+FENCES_LIMIT = 100_000  # fences that a queue remembers
 
 
 class Operations(NewJobs):
-    """The pure half of a queue."""
+    """The operations of a queue, without I/O."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Operations(NewJobs):
 
     @property
     def worker_id(self) -> str:
-        """The name under which this process claims; a forked child has its own."""
+        """The name under which this process claims. A forked child has another one."""
         return self._worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}"
 
     # ── claiming and acknowledging ────────────────────────────────────────────────────────────────
@@ -89,7 +89,7 @@ class Operations(NewJobs):
 
     def _remember(self, jobs: list[Job]) -> list[Job]:
         self._fences.update((job.id, job.lease_id) for job in jobs if job.lease_id is not None)
-        while len(self._fences) > REMEMBERED:
+        while len(self._fences) > FENCES_LIMIT:
             self._fences.popitem(last=False)
         return jobs
 
@@ -111,23 +111,23 @@ class Operations(NewJobs):
     def _acknowledged(
         self, ids: list[UUID], fences: list[UUID], *, forget: bool
     ) -> Callable[[list[UUID]], None]:
-        """Tells the caller of every id that was refused. Forgets fences that are of no more use."""
+        """A check that raises `LeaseLost` with every rejected id, and forgets fences that are used up."""
 
         def check(accepted: list[UUID]) -> None:
-            refused = set(ids).difference(accepted)
+            rejected = set(ids).difference(accepted)
             for job_id, fence in zip(ids, fences, strict=True):
-                # This queue may have claimed the job anew: then the newer fence stays.
-                if (forget or job_id in refused) and self._fences.get(job_id) == fence:
+                # If this queue has claimed the job again, the newer fence stays.
+                if (forget or job_id in rejected) and self._fences.get(job_id) == fence:
                     self._fences.pop(job_id, None)
-            if refused:
-                raise LeaseLost(sorted(refused))
+            if rejected:
+                raise LeaseLost(sorted(rejected))
 
         return check
 
-    # `joined`: the caller's transaction may yet roll back, and then the fences are needed again.
+    # `on_caller_connection`: the fences are kept, because the caller's transaction may still roll back.
 
     def complete(
-        self, jobs: JobRef | Iterable[JobRef], result: Any, *, joined: bool = False
+        self, jobs: JobRef | Iterable[JobRef], result: Any, *, on_caller_connection: bool = False
     ) -> Statement[None]:
         """Complete one job with its result, or several with a list of results (or none)."""
         ids, fences = self._fenced(jobs)
@@ -135,7 +135,7 @@ class Operations(NewJobs):
         statement = self.statements.complete_jobs(
             ids, fences, [None if each is None else payload.clean_json(each) for each in results]
         )
-        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
 
     def fail(
         self,
@@ -145,33 +145,37 @@ class Operations(NewJobs):
         run_at: datetime | None,
         delay: Seconds | None,
         *,
-        joined: bool = False,
+        on_caller_connection: bool = False,
     ) -> Statement[None]:
-        """Fail jobs, to be tried again at once, at `run_at`, after `delay`, or not at all."""
+        """Fail jobs, to be retried at once, at `run_at`, after `delay`, or not at all."""
         if run_at is not None and delay is not None:
             raise InvalidOption("run_at and delay exclude each other; give one of them.")
         if not retry and (run_at is not None or delay is not None):
             raise InvalidOption("retry=False and a time to retry at exclude each other.")
         if run_at is not None:
             run_at = validation.check_option(validation.check_time, run_at, "run_at")
-        pause = None
+        retry_in = None
         if retry and run_at is None:
-            pause = validation.to_timedelta(0 if delay is None else delay, "delay")
+            retry_in = validation.to_timedelta(0 if delay is None else delay, "delay")
         ids, fences = self._fenced(jobs)
         n = len(ids)
         statement = self.statements.fail_jobs(
-            ids, fences, [payload.format_error(reason)] * n, [run_at] * n, [pause] * n
+            ids, fences, [payload.format_error(reason)] * n, [run_at] * n, [retry_in] * n
         )
-        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
 
     def release(
-        self, jobs: JobRef | Iterable[JobRef], delay: Seconds | None, *, joined: bool = False
+        self,
+        jobs: JobRef | Iterable[JobRef],
+        delay: Seconds | None,
+        *,
+        on_caller_connection: bool = False,
     ) -> Statement[None]:
-        """Give jobs back; the attempt does not count."""
+        """Release jobs: the attempt does not count."""
         ids, fences = self._fenced(jobs)
-        pause = validation.to_timedelta(0 if delay is None else delay, "delay")
-        statement = self.statements.release_jobs(ids, fences, pause)
-        return _then(statement, self._acknowledged(ids, fences, forget=not joined))
+        due_in = validation.to_timedelta(0 if delay is None else delay, "delay")
+        statement = self.statements.release_jobs(ids, fences, due_in)
+        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
 
     def extend(self, jobs: JobRef | Iterable[JobRef], lease: Seconds | None) -> Statement[None]:
         """Extend leases to `lease` from now."""
@@ -183,7 +187,7 @@ class Operations(NewJobs):
     def progress(
         self, jobs: JobRef | Iterable[JobRef], percent: float | None, stage: str | None
     ) -> Statement[None]:
-        """Report how far jobs are."""
+        """Report the progress of jobs."""
         ids, fences = self._fenced(jobs)
         n = len(ids)
         if stage is not None:
@@ -205,10 +209,10 @@ class Operations(NewJobs):
         )
         return _then(statement, self._acknowledged(ids, fences, forget=False))
 
-    # ── looking and operating ─────────────────────────────────────────────────────────────────────
+    # ── reading and operating ─────────────────────────────────────────────────────────────────────
 
     def recover_stale_jobs(self, timeout: Seconds | None, limit: int) -> Statement[int]:
-        """Return jobs of vanished workers to the queue."""
+        """Return stale jobs to the queue."""
         interval = None if timeout is None else validation.to_timedelta(timeout, "timeout")
         validation.check_option(validation.check_integer, limit, "limit", 1, 2**31 - 1)
         return self.statements.recover_stale_jobs(interval, limit)
@@ -222,7 +226,7 @@ class Operations(NewJobs):
         return self.statements.retry_jobs([to_id(ref) for ref in to_refs(jobs)])
 
     def pending(self, queue: str | None, job_type: str | None) -> Statement[int]:
-        """Count waiting jobs."""
+        """Count pending jobs."""
         return self.statements.pending_count(*_names(queue=queue, job_type=job_type))
 
     def counts(self, queue: str | None, job_type: str | None) -> Statement[dict[Status, int]]:
@@ -230,7 +234,7 @@ class Operations(NewJobs):
         return self.statements.counts(*_names(queue=queue, job_type=job_type))
 
     def get(self, job: JobRef) -> Statement[Job]:
-        """One job as it is now."""
+        """One job in its current state."""
         job_id = to_id(job)
 
         def found(job: Job | None) -> Job:
@@ -287,7 +291,7 @@ class Operations(NewJobs):
 
 
 def to_id(ref: JobRef) -> UUID:
-    """The id behind a job, a handle, an id or its text."""
+    """The id of a job, a handle, a claim, an id or the text of one."""
     if isinstance(ref, UUID):
         return ref
     if isinstance(ref, Job | Handle | Claim):
@@ -299,7 +303,7 @@ def to_id(ref: JobRef) -> UUID:
 
 
 def _names(**names: str | None) -> list[str | None]:
-    """Texts to look for, checked: each may be left out, none may be what cannot be stored."""
+    """Check texts to search for. Each may be None."""
     for name, text in names.items():
         if text is not None:
             validation.check_option(validation.check_name, text, name, payload.KEY_LIMIT)
@@ -312,11 +316,12 @@ def _contained(data: Mapping[str, Any]) -> str:
 
 
 def _unfenced(job: Job) -> Job:
-    # The fence belongs to whoever claimed the job; looking at it is no right to acknowledge it.
+    # The fence belongs to the claim; reading a job does not permit to acknowledge it.
     return job if job.lease_id is None else msgspec.structs.replace(job, lease_id=None)
 
 
 def to_refs(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
+    """One reference or several, as a list."""
     if isinstance(refs, Job | Handle | Claim | UUID | str):
         return [refs]
     if not isinstance(refs, Iterable):
@@ -346,7 +351,7 @@ def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:
 
 
 def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
-    """The statement with one more step behind its decoding."""
+    """The statement with one more step after its decoding."""
 
     def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
         return check(inner(rows))

@@ -1,8 +1,8 @@
-"""One pure function per operation, each giving a `Statement`: a text, its parameters, and how to read
-the rows. The sync and the async client, and callers' own connections, all run these and nothing else.
+"""Builds a `Statement` for each operation: a text, its parameters, and a decoder for the rows. The sync and the
+async client, and callers' connections, run these and nothing else.
 
-A statement and the SQL function behind it share one name. Placeholders are `$1`, so one text serves
-asyncpg and psycopg; every parameter is cast, so no driver has to guess."""
+A statement and its SQL function have the same name. Placeholders are `$1`, so one text serves asyncpg and
+psycopg. Every parameter is cast, so no driver has to infer a type."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[Sequence[Any]]
 
-LONG_TIMEOUT_SECONDS = 3600.0  # seconds, for what may go through the whole history
+LONG_TIMEOUT_SECONDS = 3600.0  # for statements that may read the whole history, and for migrations
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Rows for a table, as COPY reads them in its text format."""
+    """Rows for a table, in the text format of COPY."""
 
     schema: str
     table: str
@@ -99,10 +99,20 @@ class Statements:
         self.schema = schema
         self._s = quote_schema(schema)
 
+    def has_schema(self) -> Statement[bool]:
+        """Whether the schema's tables exist."""
+        return Statement(
+            "has_schema",
+            "SELECT to_regclass($1::text) IS NOT NULL",
+            (f"{self._s}.migrations",),
+            first_value,
+        )
+
     def enqueue_jobs(
         self, jobs: str, idempotency_ttl: timedelta, *, resend: bool = False
     ) -> Statement[list[Handle]]:
-        """Enqueue a JSON array of jobs; the answer is in its order. `again`: unless they are there."""
+        """Enqueue a JSON array of jobs; the handles are in its order. With `resend`, jobs that exist already are
+        not enqueued again."""
         return Statement(
             "enqueue_jobs",
             f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::text::jsonb, $2::boolean, $3::interval)",
@@ -114,7 +124,7 @@ class Statements:
     def copy_jobs(
         self, rows: Iterable[bytes], copied: Sequence[Mapping[str, Any]]
     ) -> Statement[list[Handle]]:
-        """Enqueue jobs that have nothing special about them, and which `copied` holds in the end.
+        """Enqueue jobs that need no lookup. `copied` holds them when the rows have been sent.
         `announce_jobs` must follow."""
         copy = Copy(self.schema, "live_jobs", copy_format.COLUMNS, rows)
         text = f"COPY {self._s}.live_jobs ({', '.join(copy_format.COLUMNS)}) FROM STDIN (ENCODING 'UTF8')"
@@ -123,7 +133,7 @@ class Statements:
         )
 
     def announce_jobs(self, lanes: str) -> Statement[list[Handle]]:
-        """Make the lanes of jobs that were copied, [[queue, job type, priority], …], and wake workers."""
+        """Create the lanes of copied jobs, [[queue, job type, priority], …], and notify workers."""
         return Statement(
             "announce_jobs",
             f"SELECT {self._s}.announce_jobs($1::text::jsonb)",
@@ -142,7 +152,7 @@ class Statements:
         started: bool = False,
         ignore_heads: bool = False,
     ) -> Statement[list[Job]]:
-        """Claim up to `batch_size` due jobs, best first."""
+        """Claim up to `batch_size` due jobs, highest priority first."""
         return Statement(
             "claim_job_batch",
             f"SELECT {_JOB_COLUMNS} FROM {self._s}.claim_job_batch($1::text, $2::text[], $3::int, "
@@ -166,7 +176,7 @@ class Statements:
         results: Sequence[str | None],
         elapsed: Sequence[float | None] | None = None,
     ) -> Statement[list[UUID]]:
-        """Complete jobs; the ids that were accepted come back."""
+        """Complete jobs. Returns the ids that were accepted."""
         text = (
             f"SELECT * FROM {self._s}.complete_jobs($1::uuid[], $2::uuid[], $3::text[]::jsonb[], "
             "$4::float8[], $5::boolean)"
@@ -196,7 +206,7 @@ class Statements:
         elapsed: Sequence[float | None] | None = None,
         tracebacks: Sequence[str | None] | None = None,
     ) -> Statement[list[UUID]]:
-        """Fail jobs, each with its next due time, or none for no retry."""
+        """Fail jobs. Each has its next due time, or none for no retry."""
         return Statement(
             "fail_jobs",
             f"SELECT * FROM {self._s}.fail_jobs($1::uuid[], $2::uuid[], $3::text[], "
@@ -216,7 +226,7 @@ class Statements:
     def release_jobs(
         self, ids: Sequence[UUID], lease_ids: Sequence[UUID], delay: timedelta
     ) -> Statement[list[UUID]]:
-        """Give jobs back without burning an attempt."""
+        """Release jobs without using an attempt."""
         return Statement(
             "release_jobs",
             f"SELECT * FROM {self._s}.release_jobs($1::uuid[], $2::uuid[], $3::interval)",
@@ -241,7 +251,7 @@ class Statements:
         )
 
     def start_jobs(self, ids: Sequence[UUID], lease_ids: Sequence[UUID]) -> Statement[list[UUID]]:
-        """Say that jobs were started."""
+        """Record that jobs were started."""
         return Statement(
             "start_jobs",
             f"SELECT * FROM {self._s}.start_jobs($1::uuid[], $2::uuid[])",
@@ -282,7 +292,7 @@ class Statements:
         )
 
     def recover_stale_jobs(self, timeout: timedelta | None, limit: int) -> Statement[int]:
-        """Return stale jobs to their lanes."""
+        """Return stale jobs to the queue."""
         return Statement(
             "recover_stale_jobs",
             f"SELECT {self._s}.recover_stale_jobs($1::interval, $2::int)",
@@ -306,7 +316,7 @@ class Statements:
         )
 
     def pending_count(self, queue: str | None, job_type: str | None) -> Statement[int]:
-        """Count waiting jobs."""
+        """Count pending jobs."""
         return Statement(
             "pending_count",
             f"SELECT {self._s}.pending_count($1::text, $2::text)",
@@ -335,7 +345,7 @@ class Statements:
         )
 
     def find(self, filters: Filters, limit: int) -> Statement[list[Job]]:
-        """Jobs that match, newest first, from `before` on."""
+        """Jobs that match every filter, newest first."""
         where, values = filters.where()
         values.append(limit)
         return Statement(
@@ -346,7 +356,7 @@ class Statements:
         )
 
     def events(self, job_id: UUID, after: int) -> Statement[list[Event]]:
-        """A job's events, oldest first, from behind `after` on."""
+        """A job's events after event id `after`, oldest first."""
         return Statement(
             "events",
             f"SELECT {_EVENT_COLUMNS} FROM {self._s}.job_events "
@@ -366,7 +376,7 @@ class Statements:
         )
 
     def remove_jobs(self, ids: Sequence[UUID]) -> Statement[list[UUID]]:
-        """Remove finished jobs by id; those that were removed come back."""
+        """Remove finished jobs by id. Returns the ids that were removed."""
         return Statement(
             "remove_jobs", f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), ids_of
         )
@@ -374,7 +384,7 @@ class Statements:
     def run_maintenance(
         self, timeout: float | None = 60.0
     ) -> Statement[list[tuple[str, timedelta, str | None]]]:
-        """Run the duties that are due: (duty, took, error) of each."""
+        """Run the maintenance duties that are due: (duty, duration, error) of each."""
         return Statement(
             "run_maintenance",
             f"SELECT duty, took, error FROM {self._s}.run_maintenance()",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """A job as a worker needs it: narrower than `Job`, and its data still text."""
+    """The columns of a job that a worker needs. The data are still text."""
 
     id: UUID
     lease_id: UUID
@@ -39,7 +39,7 @@ _CLAIMED_COLUMNS = select_list(
 
 
 class WorkerStatements(Statements):
-    """The operations on one schema, those of workers included."""
+    """The operations on one schema, including those of workers."""
 
     def claim(
         self,
@@ -50,8 +50,8 @@ class WorkerStatements(Statements):
         queues: Sequence[str],
         ignore_heads: bool,
     ) -> Statement[list[Claimed]]:
-        """`claim_job_batch`, narrow, and without waiting for the disk: a claim that a crash of the server
-        undoes never was, and its fence is refused. Every other statement commits durably."""
+        """`claim_job_batch` with fewer columns and an asynchronous commit: if a crash of the server loses
+        the claim, its fence is rejected. Every other statement commits durably."""
         return Statement(
             "claim_job_batch",
             f"SELECT {_CLAIMED_COLUMNS} FROM set_config('synchronous_commit', 'off', true), "
@@ -64,7 +64,7 @@ class WorkerStatements(Statements):
     def next_due_at(
         self, job_types: Sequence[str], queues: Sequence[str]
     ) -> Statement[tuple[datetime | None, datetime]]:
-        """When the first job that is not yet due will be, and what time it is there."""
+        """When the next scheduled job will be due, and the current time of the database."""
         return Statement(
             "next_due_at",
             f"SELECT {self._s}.next_due_at($1::text[], $2::text[]), clock_timestamp()",
@@ -82,7 +82,7 @@ class WorkerStatements(Statements):
         priorities: Sequence[int],
         info: str,
     ) -> Statement[None]:
-        """Announce a worker and make the lanes of its tasks."""
+        """Register a worker and create the lanes of its tasks."""
         return Statement(
             "register_worker",
             f"SELECT {self._s}.register_worker($1::text, $2::text, $3::int, $4::text[], $5::text[], "
@@ -92,7 +92,7 @@ class WorkerStatements(Statements):
         )
 
     def touch_worker(self, worker_id: str, idle: bool | None, info: str | None) -> Statement[None]:
-        """Say that a worker lives, and whether it is idle."""
+        """Record that a worker is alive, and whether it is idle."""
         return Statement(
             "touch_worker",
             f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb)",
@@ -101,7 +101,7 @@ class WorkerStatements(Statements):
         )
 
     def beat_worker(self, worker_id: str, info: str, counts: str | None) -> Statement[None]:
-        """Say that a worker lives and what it has done."""
+        """Record that a worker is alive, and its throughput."""
         return Statement(
             "beat_worker",
             f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb)",
@@ -110,7 +110,7 @@ class WorkerStatements(Statements):
         )
 
     def remove_worker(self, worker_id: str) -> Statement[None]:
-        """Say that a worker is gone."""
+        """Remove a worker that has stopped."""
         return Statement(
             "remove_worker", f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), nothing
         )
@@ -143,7 +143,7 @@ class WorkerStatements(Statements):
         idempotency_ttl: timedelta,
         lease_id: UUID,
     ) -> Statement[tuple[UUID, UUID | None]]:
-        """Enqueue one job and claim it: (id, fence), with no fence if the key was taken."""
+        """Enqueue one job and claim it: (id, fence). The fence is None if the idempotency key is taken."""
         return Statement(
             "enqueue_and_claim",
             f"SELECT id, lease_id FROM {self._s}.enqueue_and_claim($1::text::jsonb, $2::text, "
@@ -159,7 +159,7 @@ class WorkerStatements(Statements):
         kinds: Sequence[str],
         datas: Sequence[str],
     ) -> Statement[list[UUID]]:
-        """Append events to jobs that their handlers have completed themselves."""
+        """Append events to jobs that were completed by their handlers."""
         return Statement(
             "add_late_events",
             f"SELECT * FROM {self._s}.add_late_events($1::uuid[], $2::uuid[], $3::text[], "
@@ -169,7 +169,7 @@ class WorkerStatements(Statements):
         )
 
     def watch_jobs(self, watcher: str, ids: Sequence[UUID], duration: timedelta) -> Statement[None]:
-        """Ask to be told of changes to jobs."""
+        """Subscribe to notifications about changes of jobs, for `duration`."""
         return Statement(
             "watch_jobs",
             f"SELECT {self._s}.watch_jobs($1::text, $2::uuid[], $3::interval)",
@@ -178,7 +178,7 @@ class WorkerStatements(Statements):
         )
 
     def unwatch_jobs(self, watcher: str, ids: Sequence[UUID]) -> Statement[None]:
-        """Stop being told."""
+        """Unsubscribe from these notifications."""
         return Statement(
             "unwatch_jobs",
             f"SELECT {self._s}.unwatch_jobs($1::text, $2::uuid[])",

@@ -1,8 +1,8 @@
 """The skill that teaches a coding agent to use Howdah: its files, and copies of them for agents.
 
 The files are in `postgres-job-queue/`. A copy has a manifest with the hash of each file as it was written.
-A file with another hash was edited by the user, and is kept unless `force` is set. The command line knows
-the directories of the agents; this module does not.
+A file with another hash was edited by the user, and is kept unless `force` is set. `howdah.cli`
+decides which directory an agent reads.
 """
 
 from __future__ import annotations

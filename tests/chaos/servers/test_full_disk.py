@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.why_not())),
 ]
 MANY = 200
-SOME = "no room left on its disk: could not (extend|write).*No space left.*Nothing was written"
+SOME = "no disk space left: could not (extend|write).*No space left.*Nothing was written"
 
 
 def payload() -> dict[str, str]:

@@ -329,9 +329,8 @@ class Demo:
 @contextlib.contextmanager
 def _temporary_server(printer: Printer) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="howdah-demo-") as name:
-        Path(name).chmod(
-            0o755
-        )  # as root, the server runs as another user, who must be able to enter
+        # As root, the server runs as another account, which must be able to enter the directory.
+        Path(name).chmod(0o755)
         server = EmbeddedServer(Path(name) / "pg18")
         try:
             printer.print("Starting PostgreSQL in a temporary directory ...", "starting")

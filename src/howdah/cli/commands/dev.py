@@ -35,8 +35,8 @@ def dev_command(app_name: str, concurrency: int | None, remove: bool, as_json: b
     The server is in .howdah, in this or a parent directory. It keeps running after Ctrl-C; `howdah db stop`
     stops it.
     """
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    set_up_logging("info", as_json=as_json, colour=colour)
+    color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    set_up_logging("info", as_json=as_json, color=color)
     try:
         app = load_app(app_name)
     except InvalidOption as error:

@@ -25,6 +25,8 @@ from howdah.errors import HowdahError, InvalidOption
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from howdah.sql import TableStep
     from howdah.sql.catalog import Difference
 
@@ -131,21 +133,23 @@ class State:
     def advice(self) -> list[str]:
         """How to repair it."""
         lines = []
-        if not self.is_current or any(each.kind == "function" for each in self.differences):
+        functions = [each for each in self.differences if each.kind == "function"]
+        others = [each for each in self.differences if each.kind != "function"]
+        if not self.is_current or any(each.problem != "unexpected" for each in functions):
             lines.append("Run `howdah migrate`.")
-        rest = [each for each in self.differences if each.kind != "function"]
-        statements = [f"{text};" for each in rest for text in each.repair()]
+        statements = [f"{text};" for each in others for text in each.repair()]
         if statements:
-            path = f"SET search_path = {quote_schema(self.schema)};"
             lines += [
-                "`howdah migrate` changes functions only. Run this for the rest:",
-                path,
+                "`howdah migrate` repairs functions only. Run this for the rest:",
+                f"SET search_path = {quote_schema(self.schema)};",
                 *statements,
             ]
-        others = [each for each in rest if not each.repair()]
-        if others:
-            names = ", ".join(f"{each.kind} {each.name}" for each in others)
-            lines.append(f"No statement is safe for every database here; repair by hand: {names}.")
+        if added := _names(each for each in self.differences if each.problem == "unexpected"):
+            lines.append(f"Remove or move what was added: {added}.")
+        if lost := _names(
+            each for each in others if each.problem != "unexpected" and not each.repair()
+        ):
+            lines.append(f"Repair by hand or from a backup, as data may be lost: {lost}.")
         return lines
 
     def facts(self) -> dict[str, object]:
@@ -157,6 +161,10 @@ class State:
             "pending": [each.label for each in self.pending],
             "differences": [each.facts() for each in self.differences],
         }
+
+
+def _names(differences: Iterable[Difference]) -> str:
+    return ", ".join(f"{each.kind} {each.name}" for each in differences)
 
 
 def _migrate(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAME = skill_files.NAME
 AGENTS = {"claude": ".claude", "cursor": ".cursor", "openclaw": ".openclaw"}
-COLOURS = {"added": "green", "updated": "green", "overwritten": "red", "removed": "red"}
+COLORS = {"added": "green", "updated": "green", "overwritten": "red", "removed": "red"}
 OPENCLAW_NOTE = (
     "OpenClaw reads the skills/ directory of its workspace. Add .openclaw/skills to its setting "
     "skills.load.extraDirs, or install with --dir skills."
@@ -154,8 +154,8 @@ def _os_errors(directory: Path) -> Iterator[None]:
 def _print_changes(changes: Sequence[Change]) -> None:
     for change in changes:
         if change.action != "same":
-            colour = COLOURS.get(change.action, "yellow")
-            click.echo(f"{click.style(change.action, fg=colour)} {change.path}")
+            color = COLORS.get(change.action, "yellow")
+            click.echo(f"{click.style(change.action, fg=color)} {change.path}")
         if change.diff:
             click.echo(change.diff)
 

@@ -70,8 +70,8 @@ def worker_command(
     SIGTERM or Ctrl-C stops the worker gracefully: it claims no more jobs, releases those that have not
     started, and waits for running jobs. A second signal stops it at once.
     """
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    set_up_logging(log_level, as_json=log_json, colour=colour)
+    color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    set_up_logging(log_level, as_json=log_json, color=color)
     supervised = stop_with_supervisor()
     names = _names(queues)
     if reload or processes > 1:
