@@ -59,11 +59,11 @@ smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
 	rm -rf dist $(SMOKE)
 	$(PY) -m build --outdir dist . > dist.log 2>&1 || { cat dist.log; exit 1; }
 	@rm -f dist.log
-	$(PY) -m venv $(SMOKE)
-	$(SMOKE)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[all]"
+	$(PY) -m venv --without-pip $(SMOKE)
+	$(PY) -m pip --python $(SMOKE)/bin/python install --quiet "$$(ls dist/*.whl)[all]"
 	$(SMOKE)/bin/python -I tools/smoke.py
 	# The README, followed by a newcomer who has the wheel and nothing of ours besides.
-	$(SMOKE)/bin/python -m pip install --quiet pytest pytest-asyncio
+	$(PY) -m pip --python $(SMOKE)/bin/python install --quiet pytest pytest-asyncio
 	$(SMOKE)/bin/python -m pytest -q "tests/examples/test_pages.py::test_a_reader_can_follow_the_page[README.md]"
 	rm -rf $(SMOKE)
 

@@ -1,12 +1,12 @@
-"""One real PostgreSQL for the whole run, and a fresh database for every test that asks for one.
+"""One PostgreSQL server for each pytest process, and databases on it.
 
-`--pg-bin DIR` runs the tests on another PostgreSQL than the embedded one."""
+Tests use `database`, which is emptied before each test. A test that needs its own copy overrides it with
+`fresh_database`. `--pg-bin DIR` runs the tests on another PostgreSQL than the embedded one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import shutil
 import signal
 import tempfile
@@ -17,6 +17,7 @@ import psycopg
 import pytest
 
 import tasks_module
+from databases import Databases, SharedDatabase
 from howdah import App, AsyncJobQueue, JobQueue, Worker
 from howdah.embedded import EmbeddedServer
 from proxy import Proxy
@@ -25,19 +26,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
-with contextlib.suppress(ModuleNotFoundError):  # who follows the README has no Hypothesis
+# `make smoke` runs the test of the README without Hypothesis.
+with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import HealthCheck, settings
 
-    # How long an example takes is the machine's business.
+    # The time of one example depends on the machine.
     settings.register_profile("howdah", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("howdah")
 
 SETTINGS = {
-    "fsync": "off",  # the machine under the tests does not crash; processes do, and that needs no fsync
+    "fsync": "off",  # tests crash processes, not the machine
     "max_connections": "200",
     "shared_preload_libraries": "pg_stat_statements",
 }
-_numbers = itertools.count(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # A shell that runs us in the background has SIGINT ignored, and so would all of our children.
+    # A shell that starts pytest in the background ignores SIGINT, and all child processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -60,8 +61,8 @@ CHAOS = ("chaos/servers/", "chaos/test_broken_builds.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what takes long: whole pages and sessions of a person, chaos, fuzzing. `make slow` runs it, and
-    `make chaos-tests` what tests the chaos itself."""
+    """Mark slow tests (documentation pages, sessions in a terminal, chaos, fuzzing), which `make slow` runs, and
+    the tests of the chaos checker, which `make chaos-tests` runs."""
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         if name.startswith(CHAOS):
@@ -70,18 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-def url_of(server: EmbeddedServer, database: str) -> str:
-    return server.url.replace("/howdah?", f"/{database}?")
-
-
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
-    """A server of this run's own, on the embedded PostgreSQL or the one that --pg-bin names."""
-    where = Path(tempfile.mkdtemp(prefix="howdah-tests-"))
-    where.chmod(0o755)
+    """A server for this process: the embedded PostgreSQL, or the one in the directory of --pg-bin."""
+    directory = Path(tempfile.mkdtemp(prefix="howdah-tests-"))
+    directory.chmod(0o755)
     programs = request.config.getoption("--pg-bin")
     server = EmbeddedServer(
-        where / "pg", settings=SETTINGS, bin_directory=Path(programs) if programs else None
+        directory / "pg", settings=SETTINGS, bin_directory=Path(programs) if programs else None
     )
     server.start()
     try:
@@ -89,60 +86,73 @@ def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
     finally:
         server.stop("immediate")
         server.remove()
-        shutil.rmtree(where, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def template(server: EmbeddedServer) -> str:
-    """The name of a database with the newest schema, to be copied."""
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        conn.execute("CREATE DATABASE template_howdah")
-    queue = JobQueue(url_of(server, "template_howdah"))
+def databases(server: EmbeddedServer) -> Databases:
+    return Databases(server)
+
+
+@pytest.fixture(scope="session")
+def template(databases: Databases) -> str:
+    """The name of a database with the newest schema `howdah` and no jobs, to be copied."""
+    name = databases.create(name="template_howdah")
+    queue = JobQueue(databases.url(name))
     queue.pending()
     queue.close()
-    return "template_howdah"
+    return name
 
 
 @pytest.fixture
-def make_database(server: EmbeddedServer) -> Iterator[Callable[[str | None], str]]:
-    """Makes databases, from a template if one is named, and drops them after the test."""
-    made: list[str] = []
+def make_database(databases: Databases) -> Iterator[Callable[[str | None], str]]:
+    """Creates databases, from a template if one is named, and drops them after the test."""
+    created: list[str] = []
 
-    def make(template: str | None = None) -> str:
-        name = f"test_{next(_numbers)}"
-        with psycopg.connect(server.url, autocommit=True) as conn:
-            source = f" TEMPLATE {template}" if template else ""
-            conn.execute(f"CREATE DATABASE {name}{source}".encode())
-        made.append(name)
-        return url_of(server, name)
+    def create(template: str | None = None) -> str:
+        created.append(databases.create(template))
+        return databases.url(created[-1])
 
-    yield make
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        for name in made:
-            conn.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+    yield create
+    for name in created:
+        databases.drop(name)
 
 
 @pytest.fixture
 def empty_database(make_database: Callable[[str | None], str]) -> str:
-    """The URL of a database with nothing in it."""
+    """The URL of a new database without tables."""
     return make_database(None)
 
 
 @pytest.fixture
-def database(make_database: Callable[[str | None], str], template: str) -> str:
-    """The URL of a fresh database with the newest schema `howdah`."""
+def fresh_database(make_database: Callable[[str | None], str], template: str) -> str:
+    """The URL of a new copy of the template, for tests that change tables or planner statistics, count what
+    the server does, or kill processes that may reconnect later."""
     return make_database(template)
+
+
+@pytest.fixture(scope="session")
+def shared_database(databases: Databases, template: str) -> Iterator[SharedDatabase]:
+    shared = SharedDatabase(databases.url(databases.create(template)))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def database(shared_database: SharedDatabase) -> str:
+    """The URL of a database with the newest schema `howdah`, without jobs and without connections."""
+    shared_database.empty()
+    return shared_database.url
 
 
 @pytest.fixture
 def connect(database: str) -> Iterator[Callable[..., psycopg.Connection]]:
-    """Opens raw connections to `database`, in autocommit mode unless told otherwise."""
+    """Opens psycopg connections to `database`, by default in autocommit mode."""
     opened: list[psycopg.Connection] = []
 
     def open_one(*, autocommit: bool = True) -> psycopg.Connection:
-        conn = psycopg.connect(database, autocommit=autocommit)
-        opened.append(conn)
-        return conn
+        opened.append(psycopg.connect(database, autocommit=autocommit))
+        return opened[-1]
 
     yield open_one
     for conn in opened:
@@ -165,27 +175,16 @@ async def aqueue(database: str) -> AsyncIterator[AsyncJobQueue]:
 
 @pytest.fixture
 def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
-    """A way to the server that can be cut."""
+    """A proxy to the server that can cut its connections."""
     proxy = Proxy(server.socket_directory / ".s.PGSQL.5432")
     yield proxy
     proxy.close()
 
 
 class RunWorker(Protocol):
-    """Runs a worker of an app for as long as the block lasts."""
+    """Runs a worker of an app during the block."""
 
     def __call__(self, app: App, **options: Any) -> AbstractAsyncContextManager[Worker]: ...
-
-
-@pytest.fixture(scope="module")
-def module_database(server: EmbeddedServer, template: str) -> Iterator[str]:
-    """One database for all tests of a module, where none is disturbed by the jobs of another."""
-    name = f"module_{next(_numbers)}"
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        conn.execute(f"CREATE DATABASE {name} TEMPLATE {template}".encode())
-    yield server.url.replace("/howdah?", f"/{name}?")
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        conn.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
 @pytest.fixture
@@ -207,7 +206,7 @@ def sync_app(database: str) -> Iterator[App]:
 
 @pytest.fixture
 def module_app(app: App, database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
-    """An app with the tasks of `tasks_module`, which processes find there."""
+    """An app with the tasks of `tasks_module`, which task processes can import."""
     monkeypatch.setenv("HOWDAH_DATABASE_URL", database)
     for task in tasks_module.plain.tasks.values():
         app._register(task.function, task.name, task.options)

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 in_each_executor = pytest.mark.parametrize("executor", ["async", "thread", "process"])
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 @in_each_executor
 async def test_a_context_says_what_the_run_is(
     module_app: App, running_worker: RunWorker, executor: str

@@ -75,6 +75,11 @@ END $$
 
 
 @pytest.fixture
+def database(fresh_database: str) -> str:
+    return fresh_database
+
+
+@pytest.fixture
 def meter(connect: Callable[..., psycopg.Connection[Any]]) -> Meter:
     conn = connect()
     conn.execute(NO_AUTOVACUUM)

@@ -43,6 +43,11 @@ class Postgres:
 
 
 @pytest.fixture
+def database(fresh_database: str) -> str:
+    return fresh_database
+
+
+@pytest.fixture
 def queue_database(server: EmbeddedServer, database: str) -> tuple[Any, str]:
     return Postgres(server), psycopg.conninfo.conninfo_to_dict(database)["dbname"]
 

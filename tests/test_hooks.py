@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from howdah import App
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 # ── state changes ─────────────────────────────────────────────────────────────────────────────────
 
 

@@ -19,7 +19,6 @@ from uuid import UUID, uuid4
 
 import pytest
 
-import emptied
 import howdah
 from howdah import (
     BACKFILL,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
     from howdah.model import NewJobLike
 
-database, module_database = emptied.database, emptied.module_database
 
 SOON = timedelta(seconds=5)
 

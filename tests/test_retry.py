@@ -21,11 +21,6 @@ attempts = st.integers(1, 10_000)
 seconds = st.floats(0, 999_999_999) | st.integers(0, 999_999_999)
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 @given(seconds, attempts)
 def test_a_fixed_pause_is_always_the_same(pause: float, attempt: int) -> None:
     assert Retry.fixed(pause).seconds(attempt, ERROR) == pause

@@ -42,11 +42,6 @@ if TYPE_CHECKING:
     from conftest import RunWorker
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 # ── registering ───────────────────────────────────────────────────────────────────────────────────
 
 

@@ -5,8 +5,10 @@ A context never talks to the database itself, so a call costs a dictionary entry
 
 from __future__ import annotations
 
+import threading
 import time
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from uuid import UUID
 
+    from howdah.outcome import AbortReason
+
 _current: ContextVar[Context | None] = ContextVar("howdah_context", default=None)
 
 
@@ -33,16 +37,41 @@ class Sink(Protocol):
     def event(self, job_id: UUID, kind: str, data: str) -> None:
         """Take an event, as JSON text."""
 
-    def settle(self, job_id: UUID) -> None:
-        """The job is completed by its handler, in a transaction of the handler's own."""
+
+# One lock for all runs, taken only to abort one. Reentrant: in a task process the signal handler that aborts
+# a run interrupts the thread that may be about to abort it because its time is up.
+_aborting = threading.RLock()
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """Whether a run must stop, and whether its handler has completed the job.
+
+    This is the only copy. The context reads it in the handler's thread, while the heartbeat's thread and
+    the event loop write it."""
+
+    abort_reason: AbortReason | None = field(default=None, init=False)
+    completed_by_handler: bool = field(default=False, init=False)
+
+    def abort(self, reason: AbortReason) -> bool:
+        """Make the handler stop. The first reason counts; gives whether this is the first."""
+        with _aborting:
+            if self.abort_reason is not None:
+                return False
+            self.abort_reason = reason
+            return True
+
+    def complete_by_handler(self) -> None:
+        """The handler completes the job in its own transaction."""
+        self.completed_by_handler = True
 
 
 class Context:
     """The run of one job."""
 
     __slots__ = (
-        "_deadline", "_percent", "_sink", "_stage", "abort", "attempt", "given", "id", "idempotency_key",
-        "job_type", "lease_id", "max_attempts", "queue", "request_id", "resources", "settled",
+        "_deadline", "_percent", "_sink", "_stage", "attempt", "given", "id", "idempotency_key",
+        "job_type", "lease_id", "max_attempts", "queue", "request_id", "resources", "run",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +89,7 @@ class Context:
         timeout: float | None = None,
         sink: Sink | None = None,
         resources: Mapping[str, Any] | None = None,
+        run: RunState | None = None,
     ) -> None:
         self.id = id
         self.job_type = job_type
@@ -71,8 +101,7 @@ class Context:
         self.idempotency_key = idempotency_key
         self.lease_id = lease_id
         self.resources: Mapping[str, Any] = {} if resources is None else resources
-        self.abort: str | None = None
-        self.settled = False
+        self.run = RunState() if run is None else run
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._sink = sink
         self._percent = 0
@@ -88,7 +117,7 @@ class Context:
     @property
     def cancelled(self) -> bool:
         """Whether the handler should stop: it was cancelled, lost its lease, or is out of time."""
-        return self._why() is not None
+        return self._abort_reason() is not None
 
     @property
     def deadline(self) -> datetime | None:
@@ -99,9 +128,9 @@ class Context:
 
     def check(self) -> None:
         """Raise `Aborted` if the handler should stop. Progress, events and logs do this too."""
-        why = self._why()
-        if why is not None:
-            raise Aborted(why)
+        reason = self._abort_reason()
+        if reason is not None:
+            raise Aborted(reason)
 
     def progress(self, percent: float | None = None, stage: str | None = None) -> None:
         """Report how far the job is. Percent never goes back within an attempt.
@@ -133,14 +162,13 @@ class Context:
         self.check()
         if self._sink is None or self.lease_id is None:
             raise HowdahError("this run has no lease to complete under: it was called directly.")
-        self.settled = True
-        self._sink.settle(self.id)
+        self.run.complete_by_handler()
         return Claim(self.id, self.lease_id)
 
-    def _why(self) -> str | None:
-        if self.abort is None and self._deadline is not None and time.monotonic() > self._deadline:
-            self.abort = "timeout"
-        return self.abort
+    def _abort_reason(self) -> AbortReason | None:
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.run.abort("timeout")
+        return self.run.abort_reason
 
 
 def current() -> Context:

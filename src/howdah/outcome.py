@@ -6,7 +6,7 @@ raises inside a handler that must stop."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from howdah.model import Seconds
@@ -51,15 +51,22 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The handler completed the job itself, in its own transaction. Nothing is left to write."""
+class CompletedByHandler:
+    """The handler completed the job in its own transaction. Nothing is left to write."""
 
 
-Outcome: TypeAlias = Completed | Failed | Released | Cancelled | Lost | Settled
+Acknowledgement: TypeAlias = Completed | Failed | Released | Cancelled | CompletedByHandler
+"""An outcome that is written to the database under the run's fence."""
+
+Outcome: TypeAlias = Acknowledgement | Lost
 
 NOT_COMMITTED = (
     "the handler returned, and the transaction that was to complete the job did not commit"
 )
+
+
+AbortReason: TypeAlias = Literal["cancelled", "lost", "timeout", "shutdown"]
+"""Why a handler must stop."""
 
 
 class Snooze(Exception):

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
+def database(fresh_database: str) -> str:
+    return fresh_database
+
+
+@pytest.fixture
 def faulty_proxy(database: str) -> Iterator[FaultyProxy]:
     proxy = FaultyProxy(database)
     yield proxy

@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from click.testing import Result
     from stage import Run, Shop
 
+    from databases import Databases
     from howdah.embedded import EmbeddedServer
 
 
 @pytest.fixture(scope="session")
-def filled_shop(server: EmbeddedServer, template: str) -> Shop:
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        conn.execute(f"CREATE DATABASE shop TEMPLATE {template}".encode())
-    return fill(server.url.replace("/howdah?", "/shop?"))
+def filled_shop(databases: Databases, template: str) -> Shop:
+    return fill(databases.url(databases.create(template)))
 
 
 @pytest.fixture
@@ -35,24 +34,6 @@ def shop(filled_shop: Shop) -> Shop:
             "SET bucket = date_bin('10 seconds', clock_timestamp(), timestamptz '2000-01-01')"
         )
     return filled_shop
-
-
-@pytest.fixture(scope="session")
-def shared(server: EmbeddedServer, template: str) -> str:
-    """One database for many tests, because copying one for each test would take most of the time."""
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        conn.execute(f"CREATE DATABASE shared TEMPLATE {template}".encode())
-    return server.url.replace("/howdah?", "/shared?")
-
-
-@pytest.fixture
-def wiped(shared: str) -> str:
-    """The shared database, with an empty queue."""
-    with psycopg.connect(shared) as conn:
-        for table in ("live_jobs", "finished_jobs", "job_events", "idempotency_keys", "workers",
-                      "watchers", "unassigned_keys", "throughput"):  # fmt: skip
-            conn.execute(f"DELETE FROM howdah.{table}".encode())
-    return shared
 
 
 @pytest.fixture

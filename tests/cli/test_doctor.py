@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-import pytest
 from stage import invoke
 
 if TYPE_CHECKING:
     from stage import Run, Shop
 
     from howdah import JobQueue
-
-
-@pytest.fixture
-def database(wiped: str) -> str:
-    return wiped
 
 
 def test_doctor_names_problems_with_advice(run_on_shop: Run, read_json: Any) -> None:

@@ -37,11 +37,6 @@ def elsewhere() -> None: ...
 
 
 @pytest.fixture
-def database(wiped: str) -> str:
-    return wiped
-
-
-@pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of tasks in the current directory."""
     (tmp_path / "cli_shop.py").write_text(textwrap.dedent(TASKS))

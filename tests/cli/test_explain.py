@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from howdah import JobQueue
 
 
-@pytest.fixture
-def database(wiped: str) -> str:
-    return wiped
-
-
 @pytest.mark.parametrize(
     ("name", "code", "text"),
     [

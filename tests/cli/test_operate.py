@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from stage import Run
 
 
-@pytest.fixture
-def database(wiped: str) -> str:
-    return wiped
-
-
 def fail_one(queue: JobQueue, **options: Any) -> UUID:
     """A job that failed permanently."""
     job_id = queue.enqueue("charge", **options).id

@@ -10,11 +10,6 @@ if TYPE_CHECKING:
     from stage import Run
 
 
-@pytest.fixture
-def database(wiped: str) -> str:
-    return wiped
-
-
 def test_queues_counts_waiting_and_running_jobs(run_on_shop: Run, read_json: Any) -> None:
     lines = [line.split() for line in run_on_shop("queues").stdout.splitlines()]
     assert lines[0][:5] == ["TYPE", "QUEUE", "DUE", "SCHEDULED", "BLOCKED"]

@@ -15,7 +15,6 @@ import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-import emptied
 from howdah import (
     AsyncJobQueue,
     InvalidOption,
@@ -29,7 +28,6 @@ from howdah import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-database, module_database = emptied.database, emptied.module_database
 
 INSERT = "INSERT INTO orders (id) VALUES (1)"
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import emptied
 import howdah
+import proxy
 
 if TYPE_CHECKING:
     from howdah.embedded import EmbeddedServer
 
-database, module_database = emptied.database, emptied.module_database
 
 ATTEMPTS = 3
 SCRIPTS = {
@@ -110,7 +109,7 @@ def test_a_process_that_closes_nothing_ends_within_a_second(
     script: str, database: str, server: EmbeddedServer
 ) -> None:
     source = os.path.dirname(os.path.dirname(howdah.__file__))
-    support = os.path.dirname(emptied.__file__)
+    support = os.path.dirname(proxy.__file__)
     environment = os.environ | {
         "HOWDAH_DATABASE_URL": database,
         "PYTHONPATH": os.pathsep.join([source, support]),

@@ -13,7 +13,6 @@ import asyncpg
 import psycopg_pool
 import pytest
 
-import emptied
 from howdah import AsyncJobQueue, DatabaseUnreachable, JobQueue
 from howdah.database.async_store import AsyncStore
 from howdah.database.retry_loop import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from proxy import Proxy
 
-
-database, module_database = emptied.database, emptied.module_database
 
 # As by default, an answer is waited for longer than a connection.
 SHORT: dict[str, Any] = {"timeout": 0.5, "command_timeout": 0.8}

@@ -20,7 +20,6 @@ import psycopg
 import psycopg_pool
 import pytest
 
-import emptied
 from howdah import (
     AsyncJobQueue,
     DatabaseUnreachable,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from proxy import Proxy
-
-database, module_database = emptied.database, emptied.module_database
 
 
 # ── a cut connection ──────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import emptied
 from howdah import AsyncJobQueue, InvalidJob, InvalidOption, JobQueue, NewJob, PayloadTooLarge
 from howdah.encoding import payload as bounds
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import psycopg
-
-database, module_database = emptied.database, emptied.module_database
 
 
 # ── enqueueing ────────────────────────────────────────────────────────────────────────────────────

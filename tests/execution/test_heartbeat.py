@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from howdah.database.store import Store
-from howdah.execution.heartbeat import SUSPICION, Heartbeat, Run
+from howdah.execution.heartbeat import SUSPICION, Heartbeat
+from howdah.execution.run import Run
 from howdah.protocol.worker_statements import WorkerStatements
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def store(database: str) -> Iterator[Store]:
 def claim(queue: JobQueue) -> Run:
     (job,) = queue.claim(["nap"])
     assert job.lease_id is not None
-    return Run(job.id, job.lease_id, job)
+    return Run(job.id, job.lease_id, job, task=None)
 
 
 def test_a_job_that_is_ours_again_is_not_taken_for_the_run_that_ended(
@@ -42,8 +43,8 @@ def test_a_job_that_is_ours_again_is_not_taken_for_the_run_that_ended(
     """It is retried and claimed again while the statement is on its way that extends the old lease."""
     handle = queue.enqueue("nap")
     first = claim(queue)
-    told: list[tuple[Run, str]] = []
-    heartbeat = Heartbeat(store, WorkerStatements("howdah"), LEASE, lambda *a: told.append(a))
+    told: list[Run] = []
+    heartbeat = Heartbeat(store, WorkerStatements("howdah"), LEASE, told.append)
     heartbeat.add(first)
     runs: list[Run] = []
     run_statement = store.run
@@ -60,11 +61,12 @@ def test_a_job_that_is_ours_again_is_not_taken_for_the_run_that_ended(
     heartbeat.beat()
     assert heartbeat.runs() == runs
     assert told == []
-    assert runs[0].abort is None
+    assert runs[0].abort_reason is None
     # The new one is extended, and heard of when it is lost, as ever.
     queue.fail(handle.id, reason="again", retry=True)
     heartbeat.beat()
-    assert told == [(runs[0], "lost")]
+    assert told == runs
+    assert runs[0].abort_reason == "lost"
 
 
 def test_a_run_that_has_just_begun_is_not_told_of(

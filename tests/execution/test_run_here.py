@@ -39,11 +39,6 @@ if TYPE_CHECKING:
     from howdah import Job
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 def last(app: App, job_type: str) -> Job:
     return app.find(job_type=job_type, limit=1)[0]
 

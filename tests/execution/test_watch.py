@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from howdah import App, Change, TaskHandle, Worker
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 class Gate:
     """A job that goes on step by step."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psycopg
 import pytest
 from reference import Spec
 from system import System
@@ -12,20 +11,17 @@ from system import System
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from howdah.embedded import EmbeddedServer
+    import psycopg
+
+    from databases import Databases
 
 
 @pytest.fixture(scope="module")
-def model_url(
-    server: EmbeddedServer, template: str, request: pytest.FixtureRequest
-) -> Iterator[str]:
+def model_url(databases: Databases, template: str) -> Iterator[str]:
     """The URL of the database of this file."""
-    name = "model_" + request.path.stem
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        conn.execute(f"CREATE DATABASE {name} TEMPLATE {template}".encode())
-    yield server.url.replace("/howdah?", f"/{name}?")
-    with psycopg.connect(server.url, autocommit=True) as conn:
-        conn.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+    name = databases.create(template)
+    yield databases.url(name)
+    databases.drop(name)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +41,13 @@ def system(shared_system: System) -> System:
 
 
 @pytest.fixture
-def connect_model(model_url: str) -> Iterator[Callable[..., psycopg.Connection]]:
+def database(model_url: str) -> str:
+    return model_url
+
+
+@pytest.fixture
+def connect_model(
+    connect: Callable[..., psycopg.Connection],
+) -> Callable[..., psycopg.Connection]:
     """Opens connections that the reference does not track."""
-    opened: list[psycopg.Connection] = []
-
-    def open_one(*, autocommit: bool = True) -> psycopg.Connection:
-        opened.append(psycopg.connect(model_url, autocommit=autocommit))
-        return opened[-1]
-
-    yield open_one
-    for conn in opened:
-        conn.close()
+    return connect

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import emptied
 from howdah import AsyncJobQueue, DatabaseUnreachable, Handle, InvalidJob, PayloadTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     import psycopg
-
-database, module_database = emptied.database, emptied.module_database
 
 
 @pytest.fixture

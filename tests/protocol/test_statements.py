@@ -11,7 +11,6 @@ from uuid import UUID
 import msgspec
 import pytest
 
-import emptied
 from howdah import Event, Job, JobQueue, NewJob, Status
 from howdah.encoding import copy_format, payload
 from howdah.protocol.operations import FIND_OPTIONS
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     import psycopg
 
-database, module_database = emptied.database, emptied.module_database
 
 SAMPLES: dict[str, Any] = {
     "str": "x",

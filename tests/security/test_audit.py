@@ -4,6 +4,7 @@ processes."""
 from __future__ import annotations
 
 import ast
+import json
 import pickle
 import re
 from pathlib import Path
@@ -152,19 +153,19 @@ def test_messages_to_and_from_task_processes_contain_only_plain_data(secured: Se
     import io
     from uuid import uuid4
 
-    from howdah.context import Context
     from howdah.outcome import Completed, Failed
+    from howdah.protocol.worker_statements import Claimed
 
     data = {
         "__reduce__": ["os.system", "id"],
         "py/object": "os.system",
         "n": [1, 2.5, None, True, "x"],
     }
-    context = Context(
-        id=uuid4(), job_type="t", queue="q", data=data, attempt=1, max_attempts=3, request_id=None,
-        idempotency_key=None, lease_id=uuid4(), timeout=None, sink=None, resources={},
+    job = Claimed(
+        id=uuid4(), lease_id=uuid4(), job_type="t", queue="q", data=json.dumps(data), attempts=1,
+        max_attempts=3, claims=1, request_id=None, traceparent=None, idempotency_key=None, waited=0.0,
     )  # fmt: skip
-    request = ("module", "task", processes._describe(context))
+    request = ("module", "task", processes.plain_values(job))
     replies = [Completed('{"x": 1}'), Failed("ValueError: no", "Traceback …", 1.0)]
     for each in (request, *replies):
         assert RecordingUnpickler(io.BytesIO(pickle.dumps(each))).load() == each

@@ -1,4 +1,4 @@
-"""Assertions about what was enqueued: in the database, in an open transaction, in an inline block."""
+"""Assertions about enqueued jobs: in the database, in an open transaction, in an inline block."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def here(howdah_database: str) -> Iterator[str]:
     app.close()
 
 
-def test_a_waiting_job_and_a_finished_one_were_both_enqueued(here: str) -> None:
+def test_a_pending_job_and_a_completed_job_are_found(here: str) -> None:
     resize.enqueue("a.png", 400)
     assert [job.status for job in assert_enqueued(resize, "a.png", 400)] == ["pending"]
     drain(app)
     assert [job.status for job in assert_enqueued(resize, "a.png", 400)] == ["completed"]
 
 
-def test_arguments_that_are_left_out_may_be_anything(here: str) -> None:
+def test_an_omitted_argument_matches_any_value(here: str) -> None:
     resize.enqueue("a.png", width=400)
     resize.enqueue("b.png", width=400)
     assert len(assert_enqueued(resize)) == 2
@@ -60,19 +60,19 @@ def test_arguments_that_are_left_out_may_be_anything(here: str) -> None:
     assert_not_enqueued(resize, "c.png")
 
 
-def test_an_argument_that_was_not_passed_has_its_default(here: str) -> None:
+def test_an_argument_that_the_job_omits_has_its_default(here: str) -> None:
     resize.enqueue("a.png")
     assert_enqueued(resize, "a.png", width=100)
     assert_not_enqueued(resize, "a.png", width=400)
 
 
-def test_values_are_compared_as_they_are_stored(here: str) -> None:
+def test_values_are_compared_as_json(here: str) -> None:
     resize.enqueue("a.png", owner=UUID(int=1))
     assert_enqueued(resize, owner=UUID(int=1))
     assert_not_enqueued(resize, owner=UUID(int=2))
 
 
-def test_options_that_are_bound_are_compared(here: str) -> None:
+def test_options_set_with_using_are_compared(here: str) -> None:
     resize.using(priority=150, queue="fast", delay=60, keep=timedelta(days=1)).enqueue("a.png")
     assert_enqueued(resize.using(priority=150, queue="fast"), "a.png")
     assert_enqueued(resize.using(delay=60, keep=86400), "a.png")
@@ -80,12 +80,12 @@ def test_options_that_are_bound_are_compared(here: str) -> None:
     assert_not_enqueued(resize.using(delay=3600), "a.png")
 
 
-def test_a_misspelt_argument_is_an_error_of_the_test() -> None:
+def test_a_misspelled_argument_is_rejected() -> None:
     with inline(app), pytest.raises(InvalidJob, match="unexpected keyword argument 'widht'"):
         assert_not_enqueued(resize, widht=400)
 
 
-def test_the_message_lists_the_jobs_and_names_the_nearest(here: str) -> None:
+def test_the_message_lists_the_jobs_and_suggests_the_nearest(here: str) -> None:
     resize.enqueue("b.png", 40)
     resize.enqueue("a.png", 300)
     with pytest.raises(AssertionError) as caught:
@@ -100,7 +100,7 @@ def test_the_message_lists_the_jobs_and_names_the_nearest(here: str) -> None:
     )
 
 
-def test_the_message_names_what_else_was_enqueued(here: str) -> None:
+def test_the_message_names_the_tasks_that_have_jobs(here: str) -> None:
     with pytest.raises(AssertionError, match=r"not enqueued\. Enqueued are: no jobs at all\.$"):
         assert_enqueued(resize)
     resize_all.enqueue()
@@ -110,7 +110,7 @@ def test_the_message_names_what_else_was_enqueued(here: str) -> None:
         assert_enqueued(resize)
 
 
-def test_the_opposite_shows_what_it_found(here: str) -> None:
+def test_the_message_of_assert_not_enqueued_lists_the_jobs(here: str) -> None:
     resize.enqueue("a.png")
     with pytest.raises(
         AssertionError,
@@ -119,14 +119,14 @@ def test_the_opposite_shows_what_it_found(here: str) -> None:
         assert_not_enqueued(resize, "a.png")
 
 
-def test_it_works_in_an_inline_block() -> None:
+def test_in_an_inline_block_its_jobs_are_searched() -> None:
     with inline(app):
         resize.enqueue("a.png")
         assert_enqueued(resize, "a.png")
         assert_not_enqueued(resize, "b.png")
 
 
-def test_it_looks_into_an_open_transaction(here: str) -> None:
+def test_an_open_transaction_is_searched(here: str) -> None:
     with psycopg.connect(here) as conn:
         resize.using(conn=conn).enqueue("a.png")
         assert_enqueued(resize.using(conn=conn), "a.png")
@@ -135,7 +135,7 @@ def test_it_looks_into_an_open_transaction(here: str) -> None:
         assert_not_enqueued(resize.using(conn=conn))
 
 
-def test_it_looks_into_a_sqlalchemy_session(here: str) -> None:
+def test_a_sqlalchemy_session_is_searched(here: str) -> None:
     engine = create_engine(here.replace("postgresql:", "postgresql+psycopg:"))
     with Session(engine) as session:
         resize.using(conn=session).enqueue("a.png")
@@ -143,7 +143,7 @@ def test_it_looks_into_a_sqlalchemy_session(here: str) -> None:
     engine.dispose()
 
 
-async def test_it_looks_into_an_asyncpg_transaction(here: str) -> None:
+async def test_an_asyncpg_transaction_is_searched(here: str) -> None:
     conn = await asyncpg.connect(here)
     transaction = conn.transaction()
     await transaction.start()

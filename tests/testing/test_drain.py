@@ -1,4 +1,4 @@
-"""drain: what is enqueued runs now and here, through the real database or an open transaction of the test."""
+"""drain: runs pending jobs in the process of the test, on the database or in its open transaction."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ async def ahere(here: str) -> AsyncIterator[str]:
     await app.aclose()
 
 
-# ── through the database ──────────────────────────────────────────────────────────────────────────
+# ── on the database ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_due_job_runs_and_is_acknowledged() -> None:
+def test_all_due_jobs_run_and_are_completed() -> None:
     handles = [note.enqueue("one"), anote.enqueue("two")]
     assert drain(app) == DrainResult(completed=2)
     assert [handle.result() for handle in handles] == ["ONE", "TWO"]
@@ -96,18 +96,18 @@ def test_every_due_job_runs_and_is_acknowledged() -> None:
     assert drain(app) == DrainResult()
 
 
-async def test_adrain_runs_both_kinds(ahere: str) -> None:
+async def test_adrain_runs_sync_and_async_tasks(ahere: str) -> None:
     handles = [await note.aenqueue("one"), await anote.aenqueue("two")]
     assert await adrain(app) == DrainResult(completed=2)
     assert [await handle.aresult() for handle in handles] == ["ONE", "TWO"]
 
 
-async def test_drain_works_inside_a_running_loop() -> None:
+async def test_drain_runs_an_async_task_inside_a_running_event_loop() -> None:
     anote.enqueue("one")
     assert drain(app).completed == 1
 
 
-def test_the_order_is_that_of_a_worker() -> None:
+def test_jobs_run_by_priority() -> None:
     note.enqueue("usual")
     note.using(priority=150).enqueue("urgent")
     note.using(priority=30).enqueue("sometime")
@@ -115,32 +115,32 @@ def test_the_order_is_that_of_a_worker() -> None:
     assert ran == ["urgent", "usual", "sometime"]
 
 
-def test_what_jobs_enqueue_runs_too() -> None:
+def test_jobs_that_handlers_enqueue_run() -> None:
     fan_out.enqueue(3)
     assert drain(app) == DrainResult(completed=4)
     assert ran == ["child 0", "child 1", "child 2"]
 
 
-def test_retries_that_are_due_at_once_run_too() -> None:
+def test_retries_that_are_due_immediately_run() -> None:
     at_once.enqueue(3)
     assert drain(app) == DrainResult(completed=1, retried=2)
 
 
-def test_a_job_that_fails_for_good_is_counted_with_its_error() -> None:
+def test_a_job_that_fails_permanently_is_counted_with_its_error() -> None:
     handle = at_once.enqueue(9)
     assert drain(app) == DrainResult(failed=1, retried=2, errors=("ValueError: attempt 3 broke",))
     kinds = [event.kind for event in app.queue.events(handle)]
     assert kinds == ["error"] * 3
 
 
-def test_backed_off_and_delayed_jobs_wait() -> None:
+def test_delayed_jobs_and_delayed_retries_stay_pending() -> None:
     later.enqueue(2)
     note.using(delay=60).enqueue("in a minute")
     assert drain(app) == DrainResult(retried=1)
     assert app.queue.pending() == 2
 
 
-def test_with_scheduled_they_run_in_due_order() -> None:
+def test_with_scheduled_jobs_and_retries_run_in_due_order() -> None:
     note.using(delay=7200).enqueue("in two hours")
     note.using(delay=60).enqueue("in a minute")
     note.using(delay=3600).enqueue("in an hour")
@@ -149,13 +149,13 @@ def test_with_scheduled_they_run_in_due_order() -> None:
     assert ran == ["in a minute", "in an hour", "in two hours"]
 
 
-def test_the_other_ways_to_end_are_counted() -> None:
+def test_snoozed_cancelled_and_failed_jobs_are_counted() -> None:
     for how in ("snooze", "cancel", "fail"):
         end.enqueue(how)
     assert drain(app) == DrainResult(snoozed=1, cancelled=1, failed=1, errors=("Fail: no use",))
 
 
-def test_a_job_to_be_cancelled_ends_so_when_it_fails() -> None:
+def test_a_job_that_fails_after_a_cancel_request_is_cancelled() -> None:
     other = App()
 
     @other.task
@@ -168,19 +168,19 @@ def test_a_job_to_be_cancelled_ends_so_when_it_fails() -> None:
     other.close()
 
 
-def test_the_limit_counts_runs() -> None:
+def test_limit_is_the_maximum_number_of_runs() -> None:
     for n in range(3):
         note.enqueue(str(n))
     assert drain(app, limit=2).completed == 2
     assert ran == ["0", "1"]
 
 
-def test_a_job_that_snoozes_for_ever_meets_the_limit() -> None:
+def test_a_job_that_always_snoozes_stops_at_the_limit() -> None:
     end.enqueue("snooze")
     assert drain(app, with_scheduled=True, limit=5) == DrainResult(snoozed=5)
 
 
-def test_queues_narrow_it_down() -> None:
+def test_only_jobs_of_the_given_queues_run() -> None:
     note.using(queue="fast").enqueue("fast")
     note.enqueue("default")
     assert drain(app, queues=["fast"]).completed == 1
@@ -188,20 +188,20 @@ def test_queues_narrow_it_down() -> None:
     assert drain(app).completed == 1
 
 
-def test_jobs_of_other_apps_are_left_alone() -> None:
+def test_jobs_without_a_task_of_the_app_stay_pending() -> None:
     app.queue.enqueue("of another app")
     assert drain(app) == DrainResult()
     assert app.queue.pending() == 1
 
 
-def test_ordering_keys_are_kept() -> None:
+def test_jobs_of_one_ordering_key_run_in_enqueue_order() -> None:
     for n in range(3):
         note.using(ordering_key="k", priority=100 + n).enqueue(str(n))
     assert drain(app).completed == 3
     assert ran == ["0", "1", "2"]
 
 
-def test_resources_reach_the_handlers() -> None:
+def test_handlers_read_the_resources() -> None:
     other = App()
 
     @other.task
@@ -214,7 +214,7 @@ def test_resources_reach_the_handlers() -> None:
     other.close()
 
 
-def test_an_interrupt_is_passed_on_once_its_job_is_written() -> None:
+def test_pytest_fail_in_a_handler_is_raised_after_its_job_has_failed() -> None:
     other = App()
 
     @other.task(max_attempts=1)
@@ -231,7 +231,7 @@ def test_an_interrupt_is_passed_on_once_its_job_is_written() -> None:
 # ── in an open transaction ────────────────────────────────────────────────────────────────────────
 
 
-def test_a_transaction_that_is_rolled_back_leaves_nothing(here: str) -> None:
+def test_a_rollback_removes_the_jobs(here: str) -> None:
     with psycopg.connect(here) as conn:
         handle = note.using(conn=conn).enqueue("one")
         assert drain(app, conn=conn) == DrainResult(completed=1)
@@ -242,7 +242,7 @@ def test_a_transaction_that_is_rolled_back_leaves_nothing(here: str) -> None:
     assert ran == ["one"]
 
 
-def test_what_handlers_enqueue_joins_the_transaction(here: str) -> None:
+def test_jobs_that_handlers_enqueue_are_part_of_the_transaction(here: str) -> None:
     with psycopg.connect(here) as conn:
         fan_out.using(conn=conn).enqueue(2)
         afan_out.using(conn=conn).enqueue(1)
@@ -252,10 +252,10 @@ def test_what_handlers_enqueue_joins_the_transaction(here: str) -> None:
         conn.rollback()
     assert sum(app.counts().values()) == 0
     note.enqueue("afterwards")
-    assert app.queue.pending() == 1, "the app's own connections are back"
+    assert app.queue.pending() == 1, "the app uses its own connections again"
 
 
-def test_ordering_keys_are_settled_before_the_commit(here: str) -> None:
+def test_ordering_keys_are_assigned_before_the_commit(here: str) -> None:
     with psycopg.connect(here) as conn:
         for n in range(3):
             note.using(ordering_key="k", conn=conn).enqueue(str(n))
@@ -265,7 +265,7 @@ def test_ordering_keys_are_settled_before_the_commit(here: str) -> None:
     assert app.counts()[Status.COMPLETED] == 3
 
 
-def test_a_key_whose_jobs_are_partly_done_goes_on_after_the_commit(here: str) -> None:
+def test_the_remaining_jobs_of_an_ordering_key_run_after_the_commit(here: str) -> None:
     with psycopg.connect(here) as conn:
         for n in range(3):
             note.using(ordering_key="k", conn=conn).enqueue(str(n))
@@ -289,7 +289,7 @@ def test_the_callers_deferred_constraints_stay_deferred(here: str) -> None:
         conn.rollback()
 
 
-def test_scheduled_and_failing_jobs_work_there_too(here: str) -> None:
+def test_scheduled_jobs_and_retries_run_in_the_transaction(here: str) -> None:
     with psycopg.connect(here) as conn:
         later.using(conn=conn).enqueue(3)
         note.using(delay=60, conn=conn).enqueue("in a minute")
@@ -297,7 +297,7 @@ def test_scheduled_and_failing_jobs_work_there_too(here: str) -> None:
         conn.rollback()
 
 
-def test_a_handler_that_breaks_the_transaction_is_named(here: str) -> None:
+def test_the_error_of_a_handler_that_aborts_the_transaction_is_the_cause(here: str) -> None:
     other = App()
     with psycopg.connect(here) as conn:
 
@@ -313,18 +313,18 @@ def test_a_handler_that_breaks_the_transaction_is_named(here: str) -> None:
     other.close()
 
 
-def test_a_handler_may_complete_its_job_in_the_same_transaction(here: str) -> None:
+def test_a_handler_can_complete_its_job_in_the_same_transaction(here: str) -> None:
     other = App()
     with psycopg.connect(here) as conn:
 
         @other.task
-        def settle(really: bool, ctx: Context) -> None:
+        def pay(complete: bool, ctx: Context) -> None:
             claim = ctx.completion()
-            if really:
+            if complete:
                 other.queue.complete(claim, {"rows": 1}, conn=conn)
 
-        handle = settle.using(conn=conn).enqueue(True)
-        settle.using(conn=conn, max_attempts=1).enqueue(False)
+        handle = pay.using(conn=conn).enqueue(True)
+        pay.using(conn=conn, max_attempts=1).enqueue(False)
         result = drain(other, conn=conn)
         assert (result.completed, result.failed) == (1, 1)
         assert "did not commit" in result.errors[0]
@@ -333,7 +333,7 @@ def test_a_handler_may_complete_its_job_in_the_same_transaction(here: str) -> No
     other.close()
 
 
-def test_it_works_on_a_sqlalchemy_session(here: str) -> None:
+def test_drain_on_a_sqlalchemy_session(here: str) -> None:
     engine = create_engine(here.replace("postgresql:", "postgresql+psycopg:"))
     with Session(engine) as session:
         session.execute(text("CREATE TEMP TABLE users (id int)"))
@@ -344,7 +344,7 @@ def test_it_works_on_a_sqlalchemy_session(here: str) -> None:
     assert sum(app.counts().values()) == 0
 
 
-def test_it_works_on_djangos_connection(here: str) -> None:
+def test_drain_on_a_django_connection(here: str) -> None:
     import django
     from django.conf import settings
 
@@ -354,18 +354,13 @@ def test_it_works_on_djangos_connection(here: str) -> None:
     from django.db.utils import ConnectionHandler
 
     with psycopg.connect(here) as probe:
-        host, port = probe.info.host, probe.info.port
-    handler = ConnectionHandler(
-        {
-            "default": {
-                "ENGINE": "django.db.backends.postgresql",
-                "NAME": "howdah",
-                "USER": "howdah",
-                "HOST": host,
-                "PORT": port,
-            }
+        address = {
+            "NAME": probe.info.dbname,
+            "USER": probe.info.user,
+            "HOST": probe.info.host,
+            "PORT": probe.info.port,
         }
-    )
+    handler = ConnectionHandler({"default": {"ENGINE": "django.db.backends.postgresql", **address}})
     conn = handler["default"]
     conn.set_autocommit(False)
     try:
@@ -377,7 +372,7 @@ def test_it_works_on_djangos_connection(here: str) -> None:
     assert sum(app.counts().values()) == 0
 
 
-async def test_it_works_on_an_asyncpg_connection(ahere: str) -> None:
+async def test_adrain_on_an_asyncpg_connection(ahere: str) -> None:
     conn = await asyncpg.connect(ahere)
     transaction = conn.transaction()
     await transaction.start()
@@ -389,7 +384,7 @@ async def test_it_works_on_an_asyncpg_connection(ahere: str) -> None:
     assert sum((await app.aqueue.counts()).values()) == 0
 
 
-async def test_it_works_on_an_async_psycopg_connection(ahere: str) -> None:
+async def test_adrain_on_an_async_psycopg_connection(ahere: str) -> None:
     async with await psycopg.AsyncConnection.connect(ahere) as conn:
         await afan_out.using(conn=conn, ordering_key="k").aenqueue(2)
         assert await adrain(app, conn=conn) == DrainResult(completed=3)
@@ -397,7 +392,7 @@ async def test_it_works_on_an_async_psycopg_connection(ahere: str) -> None:
     assert sum((await app.aqueue.counts()).values()) == 0
 
 
-async def test_it_works_on_a_sqlalchemy_async_session(ahere: str) -> None:
+async def test_adrain_on_a_sqlalchemy_async_session(ahere: str) -> None:
     engine = create_async_engine(ahere.replace("postgresql:", "postgresql+psycopg:"))
     async with AsyncSession(engine) as session:
         await afan_out.using(conn=session, ordering_key="k").aenqueue(2)
@@ -407,7 +402,7 @@ async def test_it_works_on_a_sqlalchemy_async_session(ahere: str) -> None:
     assert sum((await app.aqueue.counts()).values()) == 0
 
 
-async def test_the_sync_queue_in_the_loop_of_an_async_connection_is_refused(ahere: str) -> None:
+async def test_a_sync_enqueue_in_the_event_loop_of_the_connection_is_rejected(ahere: str) -> None:
     other = App()
 
     @other.task(retry=Retry.never())

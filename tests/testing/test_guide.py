@@ -1,4 +1,4 @@
-"""The guide's blocks are a test module, and pass."""
+"""The code blocks of the guide on testing, run as one test module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 GUIDE = Path(__file__).parents[2] / "docs/guides/testing.md"
 
 
-def test_the_tests_in_the_guide_pass(tmp_path: Path, empty_database: str) -> None:
+def test_all_tests_in_the_guide_pass(tmp_path: Path, empty_database: str) -> None:
     parts = GUIDE.read_text().split("```")
     code = "\n".join(part.removeprefix("python\n") for part in parts if part.startswith("python\n"))
     (tmp_path / "test_page.py").write_text(code)

@@ -1,4 +1,4 @@
-"""Inline mode: tasks run where they are enqueued, without a database, as production would run them."""
+"""Inline mode: tasks run where they are enqueued, without a database, with the checks of production."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from howdah import (
     Fail,
     HowdahError,
     InvalidJob,
+    InvalidOption,
     JobCancelled,
     JobFailed,
     Retry,
@@ -94,13 +95,13 @@ def test_an_async_task_runs_from_sync_code() -> None:
         assert triple.enqueue(2).result() == 6
 
 
-async def test_both_kinds_run_from_a_running_loop() -> None:
+async def test_sync_and_async_tasks_run_when_enqueued_from_an_event_loop() -> None:
     with inline(app):
         assert double.enqueue(1).result() == 2
         assert triple.enqueue(1).result() == 3
 
 
-async def test_both_kinds_run_awaited() -> None:
+async def test_sync_and_async_tasks_run_when_the_enqueue_is_awaited() -> None:
     async with inline(app):
         assert await (await double.aenqueue(1)).aresult() == 2
         handles = await triple.aenqueue_many([(1,), {"number": 2}])
@@ -108,7 +109,7 @@ async def test_both_kinds_run_awaited() -> None:
         assert (await handles[0].ajob()).attempts == 1
 
 
-async def test_an_awaited_async_task_runs_in_the_callers_own_loop() -> None:
+async def test_only_an_awaited_enqueue_runs_an_async_task_in_the_callers_event_loop() -> None:
     other = App()
     loops = []
 
@@ -123,7 +124,7 @@ async def test_an_awaited_async_task_runs_in_the_callers_own_loop() -> None:
     assert loops[1] is not loops[0]
 
 
-def test_the_threads_event_loop_is_left_as_it_was() -> None:
+def test_the_current_event_loop_of_the_thread_does_not_change() -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
@@ -135,41 +136,50 @@ def test_the_threads_event_loop_is_left_as_it_was() -> None:
         loop.close()
 
 
-def test_many_calls_run_in_order() -> None:
+def test_jobs_of_enqueue_many_run_in_order() -> None:
     with inline(app) as log:
         handles = double.enqueue_many([(n,) for n in range(5)])
         assert [handle.result() for handle in handles] == [0, 2, 4, 6, 8]
         assert [job.data for job in log.jobs] == [{"number": n} for n in range(5)]
 
 
-def test_a_task_that_was_bound_before_the_block_runs_inline_too() -> None:
+def test_a_task_with_options_bound_before_the_block_runs_inline() -> None:
     urgent = double.using(priority=150, queue="fast")
     with inline(app):
         job = urgent.enqueue(1).job()
         assert (job.priority, job.queue, job.status) == (150, "fast", "completed")
 
 
-def test_a_job_of_the_bare_queue_runs_if_it_is_a_task_and_waits_if_it_is_not() -> None:
+def test_the_bare_queue_runs_jobs_of_tasks_and_leaves_others_pending() -> None:
     with inline(app):
         assert app.queue.get(app.queue.enqueue("double", {"number": 4})).result == 8
-        assert app.queue.get(app.queue.enqueue("of another app")).status == "pending"
-        assert app.counts()[Status.COMPLETED] == 1
-        assert app.queue.pending() == 1
+        assert app.queue.get(app.queue.enqueue("of another app", [1])).status == "pending"
+        assert app.counts(job_type="double")[Status.COMPLETED] == 1
+        assert app.counts()[Status.PENDING] == 1
 
 
-def test_run_gives_the_result_or_raises_the_exception_itself() -> None:
+async def test_the_bare_async_queue_runs_jobs_of_tasks() -> None:
+    async with inline(app):
+        handle = await app.aqueue.enqueue("double", {"number": 4})
+        assert (await app.aqueue.get(handle)).result == 8
+        assert await app.aqueue.cancel(handle) == {}
+
+
+def test_run_returns_the_result_or_raises_the_exception_of_the_handler() -> None:
     with inline(app):
         assert double.run(4) == 8
         with pytest.raises(ValueError, match="attempt 3 broke"):
             fragile.run(9)
 
 
-async def test_arun_does_so_too() -> None:
+async def test_arun_returns_the_result_or_raises_the_exception_of_the_handler() -> None:
     async with inline(app):
         assert await triple.arun(4) == 12
+        with pytest.raises(ValueError, match="attempt 3 broke"):
+            await fragile.arun(9)
 
 
-def test_middlewares_and_resources_are_those_of_a_run() -> None:
+def test_middlewares_run_and_handlers_read_the_resources_of_the_block() -> None:
     other = App()
     seen = []
 
@@ -188,10 +198,10 @@ def test_middlewares_and_resources_are_those_of_a_run() -> None:
     assert seen == ["before", "the test's own", "after"]
 
 
-# ── what production would refuse ──────────────────────────────────────────────────────────────────
+# ── what production would reject ──────────────────────────────────────────────────────────────────
 
 
-def test_arguments_go_through_json_and_come_back_as_their_types() -> None:
+def test_arguments_are_encoded_as_json_and_decoded_to_their_types() -> None:
     parcel = Parcel(UUID(int=7), datetime(2026, 1, 2, tzinfo=UTC), 1.5)
     with inline(app) as log:
         handle = ship.enqueue(parcel, date(2026, 1, 3))
@@ -199,7 +209,7 @@ def test_arguments_go_through_json_and_come_back_as_their_types() -> None:
         assert log.jobs[0].data["on"] == "2026-01-03"
 
 
-def test_a_call_that_does_not_fit_the_signature_is_refused() -> None:
+def test_a_call_that_does_not_fit_the_signature_is_rejected() -> None:
     with inline(app) as log:
         with pytest.raises(InvalidJob, match="missing a required argument: 'number'"):
             double.enqueue()
@@ -208,7 +218,7 @@ def test_a_call_that_does_not_fit_the_signature_is_refused() -> None:
         assert log.jobs == []
 
 
-def test_an_argument_that_json_cannot_hold_is_refused() -> None:
+def test_an_argument_that_json_cannot_represent_is_rejected() -> None:
     other = App()
 
     @other.task
@@ -219,7 +229,7 @@ def test_an_argument_that_json_cannot_hold_is_refused() -> None:
         take.enqueue(object())
 
 
-def test_a_tuple_arrives_as_a_list_where_nothing_says_otherwise() -> None:
+def test_a_tuple_without_a_type_annotation_arrives_as_a_list() -> None:
     other = App()
 
     @other.task
@@ -241,10 +251,10 @@ def test_a_result_that_cannot_be_stored_fails_the_job() -> None:
         give.enqueue().result()
 
 
-# ── failing, waiting, stopping ────────────────────────────────────────────────────────────────────
+# ── failed, pending and cancelled jobs ────────────────────────────────────────────────────────────────────
 
 
-def test_retries_follow_max_attempts_without_waiting() -> None:
+def test_failed_attempts_are_retried_without_waiting() -> None:
     with inline(app) as log:
         assert fragile.enqueue(3).result() == 3
         assert [event.data["error"] for event in log.events(log.jobs[0])] == [
@@ -253,7 +263,7 @@ def test_retries_follow_max_attempts_without_waiting() -> None:
         ]
 
 
-def test_a_job_that_fails_for_good_makes_result_raise() -> None:
+def test_result_raises_for_a_job_that_failed_permanently() -> None:
     with inline(app) as log:
         handle = fragile.enqueue(4)
         with pytest.raises(JobFailed, match=r"fragile\) failed after 3 attempts: ValueError"):
@@ -262,7 +272,7 @@ def test_a_job_that_fails_for_good_makes_result_raise() -> None:
         assert [job.id for job in log.failed] == [handle.id]
 
 
-def test_max_attempts_of_the_call_count() -> None:
+def test_max_attempts_of_the_call_limits_the_attempts() -> None:
     with inline(app):
         assert fragile.using(max_attempts=1).enqueue(2).job().last_error == (
             "ValueError: attempt 1 broke"
@@ -270,13 +280,13 @@ def test_max_attempts_of_the_call_count() -> None:
         assert fragile.using(max_attempts=5).enqueue(5).result() == 5
 
 
-def test_a_failure_that_nobody_looked_at_is_raised_at_the_end_of_the_block() -> None:
+def test_the_end_of_the_block_raises_a_failure_that_the_test_did_not_inspect() -> None:
     with pytest.raises(JobFailed, match="attempt 3 broke") as caught, inline(app):
         fragile.enqueue(4)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_the_blocks_own_exception_comes_first() -> None:
+def test_an_exception_of_the_block_is_raised_instead_of_a_failure() -> None:
     def fails() -> None:
         fragile.enqueue(4)
         raise KeyError("mine")
@@ -285,7 +295,7 @@ def test_the_blocks_own_exception_comes_first() -> None:
         inline(app)(fails)()
 
 
-def test_raise_errors_raises_the_exception_at_the_enqueue() -> None:
+def test_with_raise_errors_the_enqueue_raises_the_exception_of_the_handler() -> None:
     with inline(app, raise_errors=True) as log:
         with pytest.raises(ValueError, match="attempt 3 broke"):
             fragile.enqueue(4)
@@ -293,7 +303,7 @@ def test_raise_errors_raises_the_exception_at_the_enqueue() -> None:
         assert fragile.enqueue(2).result() == 2
 
 
-def test_raise_errors_leaves_a_parent_alone_whose_child_fails() -> None:
+def test_with_raise_errors_a_parent_completes_although_its_child_fails() -> None:
     other = App()
     finished = []
 
@@ -313,7 +323,7 @@ def test_raise_errors_leaves_a_parent_alone_whose_child_fails() -> None:
     assert finished == ["parent"]
 
 
-def test_fail_and_a_retry_policy_end_the_attempts() -> None:
+def test_fail_and_an_exception_outside_the_retry_policy_are_not_retried() -> None:
     other = App()
 
     @other.task
@@ -340,7 +350,7 @@ def test_cancel_ends_a_job_as_cancelled() -> None:
         stop.enqueue().result()
 
 
-def test_a_snoozed_job_waits_until_the_test_runs_it() -> None:
+def test_a_snoozed_job_is_pending_until_run_pending() -> None:
     other = App()
     ready = []
 
@@ -362,7 +372,7 @@ def test_a_snoozed_job_waits_until_the_test_runs_it() -> None:
         assert handle.result() == 1
 
 
-async def test_a_delayed_job_waits_too() -> None:
+async def test_a_delayed_job_is_pending_until_arun_pending() -> None:
     async with inline(app) as log:
         handle = await triple.using(delay=3600).aenqueue(1)
         assert (await handle.ajob()).status == "pending"
@@ -370,7 +380,7 @@ async def test_a_delayed_job_waits_too() -> None:
         assert await handle.aresult() == 3
 
 
-def test_what_waits_can_be_cancelled_and_then_does_not_run() -> None:
+def test_a_cancelled_pending_job_does_not_run() -> None:
     with inline(app) as log:
         handle = double.using(delay=3600).enqueue(1)
         assert handle.cancel()
@@ -382,7 +392,7 @@ def test_what_waits_can_be_cancelled_and_then_does_not_run() -> None:
             handle.result()
 
 
-def test_a_job_that_is_cancelled_while_it_runs_stops_at_its_next_report() -> None:
+def test_a_job_cancelled_while_it_runs_stops_at_its_next_report() -> None:
     other = App()
 
     @other.task
@@ -395,7 +405,7 @@ def test_a_job_that_is_cancelled_while_it_runs_stops_at_its_next_report() -> Non
         assert stubborn.enqueue().job().status == "cancelled"
 
 
-def test_pytests_own_outcomes_and_ctrl_c_are_not_failures_of_the_job() -> None:
+def test_ctrl_c_and_pytest_skip_are_raised_and_do_not_fail_the_job() -> None:
     other = App()
 
     @other.task
@@ -414,7 +424,7 @@ def test_pytests_own_outcomes_and_ctrl_c_are_not_failures_of_the_job() -> None:
         assert len(log.failed) == 0
 
 
-# ── looking ───────────────────────────────────────────────────────────────────────────────────────
+# ── inspecting ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_progress_and_events_are_recorded() -> None:
@@ -428,7 +438,7 @@ def test_progress_and_events_are_recorded() -> None:
         assert handle.job().events_count == 1
 
 
-def test_watching_shows_the_jobs_whole_life() -> None:
+def test_watch_yields_all_state_changes_from_the_beginning() -> None:
     with inline(app):
         seen = [(change.status, change.progress) for change in report.enqueue(2).watch()]
     assert seen == [
@@ -437,14 +447,14 @@ def test_watching_shows_the_jobs_whole_life() -> None:
     ]  # fmt: skip
 
 
-async def test_watching_works_awaited() -> None:
+async def test_awatch_yields_the_events() -> None:
     async with inline(app):
         handle = await report.aenqueue(1)
         events = [event.kind async for change in handle.awatch() for event in change.events]
     assert events == ["done"]
 
 
-def test_a_second_enqueue_under_one_key_gives_the_first_job() -> None:
+def test_an_idempotency_key_gives_the_first_job_within_the_block() -> None:
     with inline(app) as log:
         first = double.using(idempotency_key="once").enqueue(1)
         second = double.using(idempotency_key="once").enqueue(2)
@@ -455,41 +465,50 @@ def test_a_second_enqueue_under_one_key_gives_the_first_job() -> None:
         assert double.using(idempotency_key="once").enqueue(3).is_new
 
 
-def test_a_job_is_found_again_by_its_id() -> None:
+def test_handle_and_find_find_a_job() -> None:
     with inline(app):
         job_id = str(double.enqueue(3).id)
         assert app.handle(job_id).result() == 6
         assert [str(job.id) for job in app.find(job_type="double", data={"number": 3})] == [job_id]
         assert app.find(job_type="triple") == []
         assert app.find(status=["failed", "pending"], before=job_id) == []
+        with pytest.raises(InvalidOption, match='unknown filter "job_typ"'):
+            app.find(job_typ="double")
 
 
-def test_a_handler_can_complete_its_job_itself() -> None:
+def test_a_handler_cannot_complete_its_job_in_its_own_transaction() -> None:
     other = App()
 
-    @other.task
-    def settle(really: bool, ctx: Context) -> None:
+    @other.task(max_attempts=1)
+    def pay(complete: bool, ctx: Context) -> None:
         claim = ctx.completion()
-        if really:
-            other.queue.complete(claim, {"rows": 3}, conn="a connection")
+        if complete:
+            other.queue.complete(claim, conn="a connection")
 
     with inline(other):
-        assert settle.enqueue(True).job().result == {"rows": 3}
-        assert "did not commit" in (settle.enqueue(False).job().last_error or "")
+        error = pay.enqueue(True).job().last_error or ""
+        assert "inline mode has no complete: there is no database. Use drain for that." in error
+        assert "did not commit" in (pay.enqueue(False).job().last_error or "")
 
 
-def test_what_needs_a_database_says_so() -> None:
-    with (
-        inline(app),
-        pytest.raises(HowdahError, match="inline mode has no claim: there is no data"),
-    ):
-        app.queue.claim("double")
+async def test_methods_that_need_a_database_raise_an_error_that_names_them() -> None:
+    with inline(app):
+        for name, call in {
+            "claim": lambda: app.queue.claim("double"),
+            "pending": lambda: app.queue.pending(),
+            "events": lambda: app.queue.events(UUID(int=1)),
+            "takeover_jobs": lambda: app.takeover(UUID(int=1)),
+        }.items():
+            with pytest.raises(HowdahError, match=f"inline mode has no {name}: there is no data"):
+                call()
+        with pytest.raises(HowdahError, match="inline mode has no retry: there is no data"):
+            await app.aqueue.retry(UUID(int=1))
 
 
 # ── tasks that enqueue tasks ──────────────────────────────────────────────────────────────────────
 
 
-def test_a_long_chain_of_jobs_does_not_run_into_the_recursion_limit() -> None:
+def test_a_chain_of_200_jobs_does_not_reach_the_recursion_limit() -> None:
     other = App()
 
     @other.task
@@ -503,8 +522,8 @@ def test_a_long_chain_of_jobs_does_not_run_into_the_recursion_limit() -> None:
         assert {job.status for job in log.jobs} == {"completed"}
 
 
-def test_a_task_that_enqueues_itself_without_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howdah.testing.inlining.RUNS_LIMIT", 50)
+def test_a_task_that_enqueues_itself_without_end_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("howdah.testing.inlining.MAX_RUNS", 50)
     other = App()
 
     @other.task
@@ -518,7 +537,7 @@ def test_a_task_that_enqueues_itself_without_end_is_told(monkeypatch: pytest.Mon
         forever.enqueue()
 
 
-def test_a_task_that_schedules_its_successor_runs_once() -> None:
+def test_a_delayed_successor_runs_only_in_run_pending() -> None:
     other = App()
 
     @other.task
@@ -532,7 +551,7 @@ def test_a_task_that_schedules_its_successor_runs_once() -> None:
         assert len(log.jobs) == 3
 
 
-async def test_a_child_can_be_awaited_inside_its_parent() -> None:
+async def test_a_parent_can_await_the_result_of_its_child() -> None:
     other = App()
 
     @other.task
@@ -548,10 +567,10 @@ async def test_a_child_can_be_awaited_inside_its_parent() -> None:
         assert await (await parent.aenqueue()).aresult() == 5
 
 
-# ── no trace ──────────────────────────────────────────────────────────────────────────────────────
+# ── the block ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_app_is_as_it_was_after_the_block() -> None:
+def test_the_app_has_its_own_attributes_again_after_the_block() -> None:
     before = dict(vars(app))
     with inline(app):
         double.enqueue(1)
@@ -562,7 +581,7 @@ def test_the_app_is_as_it_was_after_the_block() -> None:
     assert vars(app) == before
 
 
-def test_handles_go_on_working_after_the_block() -> None:
+def test_handles_work_after_the_block() -> None:
     with inline(app):
         handle = double.enqueue(4)
     assert handle.result() == 8
@@ -570,7 +589,7 @@ def test_handles_go_on_working_after_the_block() -> None:
     assert [change.status for change in handle.watch()][-1] == "completed"
 
 
-def test_blocks_can_be_nested() -> None:
+def test_nested_blocks_have_separate_logs() -> None:
     with inline(app) as outer:
         double.enqueue(1)
         with inline(app) as inner:
@@ -581,28 +600,28 @@ def test_blocks_can_be_nested() -> None:
 
 
 @inline(app)
-def test_it_is_a_decorator() -> None:
+def test_inline_decorates_functions() -> None:
     assert double.enqueue(1).result() == 2
     assert len(assert_enqueued(double)) == 1
 
 
 @inline(app)
-async def test_it_decorates_coroutine_functions() -> None:
+async def test_inline_decorates_coroutine_functions() -> None:
     assert await (await triple.aenqueue(1)).aresult() == 3
     assert len(assert_enqueued(triple)) == 1
 
 
 @pytest.fixture
-def restless_threads() -> Iterator[None]:
-    """Threads that take turns after every few instructions."""
+def frequent_thread_switches() -> Iterator[None]:
+    """Switch threads after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("restless_threads")
-def test_threads_may_enqueue_at_the_same_time() -> None:
+@pytest.mark.usefixtures("frequent_thread_switches")
+def test_four_threads_can_enqueue_at_the_same_time() -> None:
     def enqueue() -> None:
         for n in range(20):
             triple.enqueue(n)

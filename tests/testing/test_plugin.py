@@ -1,4 +1,4 @@
-"""The fixtures, in real projects with a pytest of their own."""
+"""The fixture `howdah_database`, in projects that run in a separate pytest."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def test_the_queue_is_empty_and_works(howdah_database, round):
     assert drain(shop.app).completed == 1
     assert handle.result() == "Hello, you"
 
-async def test_async_code_finds_it_too(howdah_database):
+async def test_async_code_uses_it(howdah_database):
     await shop.greet.aenqueue("you")
     assert_enqueued(shop.greet, "you")
     await shop.app.aclose()
 
-def test_a_transaction_is_left_open(howdah_database):
+def test_that_leaves_a_transaction_open(howdah_database):
     conn = psycopg.connect(howdah_database)
     leaked.append(conn)
     shop.greet.enqueue("locked")
     conn.execute("SELECT * FROM howdah.live_jobs FOR UPDATE")
 
-def test_and_ended_by_the_next_test(howdah_database):
+def test_that_the_transaction_was_ended(howdah_database):
     assert_not_enqueued(shop.greet)
     leaked.pop().close()
 
-def test_the_environment_is_as_it_was_without_it():
+def test_without_the_fixture_the_variable_is_not_set():
     assert "HOWDAH_DATABASE_URL" not in os.environ
 """
 
-# Says what the plugins have imported before any test module was.
+# Records the modules that the plugins import before any test module.
 CONFTEST = """
 import pathlib
 import sys
@@ -76,7 +76,7 @@ import sys
 def pytest_configure(config):
     pathlib.Path("loaded").write_text(" ".join(sys.modules))
 """
-# The last test: says where the server is.
+# The last test: records the directories of the server.
 PLACES = """
 def test_where_the_server_is(howdah_database):
     with psycopg.connect(howdah_database) as conn:
@@ -114,12 +114,12 @@ def make_project(directory: Path, tests: str) -> Path:
     return directory
 
 
-# ── an embedded PostgreSQL ────────────────────────────────────────────────────────────────────────
+# ── an embedded server ───────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A pytest that has ended."""
+    """A finished pytest session."""
 
     directory: Path
     output: str
@@ -135,7 +135,7 @@ def is_gone(project: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    """One session for several questions: it passes a few tests, and is then interrupted by Ctrl-C."""
+    """A session that passes nine tests and is then interrupted by Ctrl-C."""
     project = make_project(tmp_path_factory.mktemp("shop"), TESTS + PLACES)
     with (project / "test_shop.py").open("a") as tests:
         tests.write("    os.kill(os.getpid(), 2)\n    time.sleep(60)\n")
@@ -146,25 +146,25 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return Session(project, output)
 
 
-def test_each_test_has_an_empty_queue_in_milliseconds(session: Session) -> None:
+def test_emptying_the_queue_takes_a_twentieth_of_starting_the_server(session: Session) -> None:
     setups = [line for line in session.output.splitlines() if "s setup " in line]
     rounds = [float(line.split("s ")[0]) for line in setups if "works[" in line]
     assert len(rounds) == 5
-    first = max(rounds)  # which started the server
+    first = max(rounds)  # it started the server
     assert sorted(rounds)[2] < first / 20, rounds
 
 
-def test_nothing_of_howdah_is_imported_until_a_fixture_is_used(session: Session) -> None:
+def test_the_plugin_imports_howdah_only_when_a_fixture_is_used(session: Session) -> None:
     loaded = session.read("loaded").split()
     assert "pytest_howdah" in loaded
     assert {"howdah", "psycopg", "asyncpg", "msgspec", "click"}.isdisjoint(loaded)
 
 
-def test_the_server_goes_when_pytest_is_interrupted(session: Session) -> None:
+def test_the_server_is_removed_when_pytest_is_interrupted(session: Session) -> None:
     assert is_gone(session.directory)
 
 
-def test_the_server_goes_when_pytest_is_killed(tmp_path: Path) -> None:
+def test_the_server_is_removed_when_pytest_is_killed(tmp_path: Path) -> None:
     project = make_project(tmp_path, "import os\nimport psycopg\n" + PLACES)
     with (project / "test_shop.py").open("a") as tests:
         tests.write("    os.kill(os.getpid(), 9)\n")
@@ -173,11 +173,11 @@ def test_the_server_goes_when_pytest_is_killed(tmp_path: Path) -> None:
     assert run.returncode == -9
     give_up = time.monotonic() + 120
     while not is_gone(project):
-        assert time.monotonic() < give_up, "the server was left behind"
+        assert time.monotonic() < give_up, "the server was not removed"
         time.sleep(0.02)
 
 
-# ── a database that exists ────────────────────────────────────────────────────────────────────────
+# ── an existing database ──────────────────────────────────────────────────────────────────────────
 
 
 def schemas(url: str) -> set[str]:
@@ -185,7 +185,7 @@ def schemas(url: str) -> set[str]:
         return {name for (name,) in conn.execute("SELECT nspname FROM pg_namespace")}
 
 
-def test_workers_of_xdist_have_schemas_of_their_own_in_an_existing_database(
+def test_each_xdist_worker_has_its_own_schema_in_an_existing_database(
     tmp_path: Path, empty_database: str
 ) -> None:
     project = make_project(tmp_path, TESTS.partition("async def")[0])
@@ -208,11 +208,13 @@ def test_workers_of_xdist_have_schemas_of_their_own_in_an_existing_database(
     assert schemas(empty_database) == before
 
 
-def test_a_schema_that_somebody_else_made_is_left_alone(database: str) -> None:
+def test_a_schema_that_the_plugin_did_not_create_is_rejected_and_kept(database: str) -> None:
     queue = JobQueue(database)
     queue.enqueue("precious")
     with (
-        pytest.raises(HowdahError, match=r'schema "howdah" of .* was not made by howdah_database'),
+        pytest.raises(
+            HowdahError, match=r'schema "howdah" of .* was not created by howdah_database'
+        ),
         session_schema(database, "howdah", drop=True),
     ):
         pass
@@ -220,7 +222,7 @@ def test_a_schema_that_somebody_else_made_is_left_alone(database: str) -> None:
     queue.close()
 
 
-def test_a_schema_that_a_killed_session_left_is_made_anew(empty_database: str) -> None:
+def test_a_schema_that_a_killed_session_left_is_replaced(empty_database: str) -> None:
     with psycopg.connect(empty_database, autocommit=True) as conn:
         conn.execute(f"CREATE SCHEMA howdah; COMMENT ON SCHEMA howdah IS '{MARK}'".encode())
         conn.execute("CREATE TABLE howdah.half_of_it (id int)")
@@ -231,7 +233,7 @@ def test_a_schema_that_a_killed_session_left_is_made_anew(empty_database: str) -
     assert "howdah" not in schemas(empty_database)
 
 
-def test_a_schema_is_used_by_one_session_at_a_time(empty_database: str) -> None:
+def test_a_second_session_in_the_same_schema_is_rejected(empty_database: str) -> None:
     schema = f"jobs_{uuid4().hex[:8]}"
     with (
         session_schema(empty_database, schema, drop=True),
@@ -241,7 +243,7 @@ def test_a_schema_is_used_by_one_session_at_a_time(empty_database: str) -> None:
         pass
 
 
-def test_what_a_migration_put_there_stays(empty_database: str) -> None:
+def test_emptying_keeps_the_rows_of_migrations(empty_database: str) -> None:
     with session_schema(empty_database, "howdah", drop=True) as schema:
         queue = JobQueue(empty_database)
         queue.enqueue("a", ordering_key="k", idempotency_key="i")
@@ -250,6 +252,6 @@ def test_what_a_migration_put_there_stays(empty_database: str) -> None:
         assert queue.enqueue("a", idempotency_key="i").is_new
         with psycopg.connect(empty_database) as conn:
             for table in ("maintenance", "migrations"):
-                row = conn.execute(f"SELECT count(*) > 2 FROM howdah.{table}".encode()).fetchone()
+                row = conn.execute(f"SELECT count(*) > 0 FROM howdah.{table}".encode()).fetchone()
                 assert row == (True,)
         queue.close()

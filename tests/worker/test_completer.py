@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from howdah.database.async_store import AsyncStore
 from howdah.database.store import Store
-from howdah.execution.heartbeat import Heartbeat, Run
+from howdah.execution.heartbeat import Heartbeat
+from howdah.execution.run import Run
 from howdah.hooks import Hooks
 from howdah.outcome import Completed
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker.completer import Completer
-from howdah.worker.throughput import Tally
+from howdah.worker.throughput import Throughput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,15 +35,15 @@ async def test_a_stale_run_is_refused_though_it_goes_with_the_run_that_took_its_
     store, beating = AsyncStore(database, "howdah"), Store(database, "howdah")
     told: list[str] = []
     hooks = Hooks([lambda change: told.append(change.state)])
-    heartbeat = Heartbeat(beating, statements, LEASE, lambda run, why: None)
-    completer = Completer(store, statements, heartbeat, hooks, Tally())
+    heartbeat = Heartbeat(beating, statements, LEASE, lambda run: None)
+    completer = Completer(store, statements, heartbeat, hooks, Throughput())
     queue.enqueue("work")
     for _ in range(2):
         (job,) = await store.run(
             statements.claim("worker", ["work"], 1, LEASE, ["default"], ignore_heads=True)
         )
         conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
-        run = Run(id=job.id, lease_id=job.lease_id, job=job)
+        run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
         heartbeat.add(run)
         completer.put(run, Completed(None))
         if job.claims == 1:

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 EXECUTORS = ("async", "thread", "process")
 
 
-@pytest.fixture(scope="module")
-def database(module_database: str) -> str:
-    return module_database
-
-
 in_each_executor = pytest.mark.parametrize("executor", EXECUTORS)
 
 
@@ -446,7 +441,7 @@ async def test_a_time_limit_of_the_handlers_own_is_an_error_like_any_other(
 
     @app.task(max_attempts=1, retry=Retry.never())
     def says_timeout(ctx: Context) -> None:
-        ctx.abort = "timeout"
+        ctx.run.abort("timeout")
         ctx.check()
 
     async with running_worker(app):

@@ -21,12 +21,12 @@ from howdah.outcome import (
     Cancel,
     Cancelled,
     Completed,
+    CompletedByHandler,
     Fail,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
     Snooze,
 )
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from howdah.context import Context
+    from howdah.outcome import AbortReason
     from howdah.task import Task
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ async def aexecute(task: Task[..., Any], context: Context) -> Outcome:
         return _succeeded(task, context, value)
     except asyncio.CancelledError as error:
         current = asyncio.current_task()
-        if context.abort is None and current is not None and current.cancelling():
+        if context.run.abort_reason is None and current is not None and current.cancelling():
             raise  # not about this job: whoever runs it is being cancelled
         return judge(task, context, error)
     except BaseException as error:
@@ -110,8 +111,7 @@ async def _limited(
             return await task.function(*args, **kwargs)
     except TimeoutError:
         if scope.expired():
-            context.abort = context.abort or "timeout"
-            raise Aborted(context.abort) from None
+            raise aborted(context, "timeout") from None
         raise
 
 
@@ -127,8 +127,8 @@ def _entered(context: Context) -> Iterator[None]:
 
 
 def _succeeded(task: Task[..., Any], context: Context, value: Any) -> Outcome:
-    if context.settled:
-        return Settled()
+    if context.run.completed_by_handler:
+        return CompletedByHandler()
     if value is None:
         return _NOTHING
     try:
@@ -137,6 +137,12 @@ def _succeeded(task: Task[..., Any], context: Context, value: Any) -> Outcome:
         # The work is done; doing it again would not make the value storable.
         what = f"{task.name} returned what cannot be stored as its result: {error.message}"
         return Failed(payload.clean_text(what, payload.ERROR_LIMIT), None, None, error)
+
+
+def aborted(context: Context, reason: AbortReason) -> Aborted:
+    """Abort a run, and give what to raise: if it was aborted before, the first reason counts."""
+    context.run.abort(reason)
+    return Aborted(context.run.abort_reason or reason)
 
 
 def judge(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
@@ -148,8 +154,9 @@ def judge(task: Task[..., Any], context: Context, error: BaseException) -> Outco
 
 
 def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
-    if isinstance(error, asyncio.CancelledError) and context.abort is not None:
-        error = Aborted(context.abort)
+    reason = context.run.abort_reason
+    if isinstance(error, asyncio.CancelledError) and reason is not None:
+        error = Aborted(reason)
     match error:
         case Aborted(why="lost"):
             return Lost()
@@ -166,7 +173,7 @@ def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outc
             return Cancelled(payload.clean_text(error.reason, payload.ERROR_LIMIT))
         case Fail() | InvalidJob():
             return Failed(payload.format_error(error), _trace(error), None, error)
-        case _ if context.abort == "shutdown":
+        case _ if reason == "shutdown":
             return Released(0.0, "shutdown")  # it was interrupted, whatever it made of that
         case _:
             return _failed(task, context, error)

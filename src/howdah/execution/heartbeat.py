@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from howdah.errors import DatabaseUnreachable
@@ -20,8 +19,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from uuid import UUID
 
-    from howdah.context import Context
     from howdah.database.store import Store
+    from howdah.execution.run import Run
+    from howdah.outcome import AbortReason
     from howdah.protocol.statements import Statement
     from howdah.protocol.worker_statements import WorkerStatements
 
@@ -33,25 +33,7 @@ LONGEST_PERIOD = 10.0  # a worker is seen alive this often, whatever its leases
 SUSPICION = 0.5  # seconds a job may run before it is trusted not to kill us
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """A claimed job in this process: waiting in a buffer, running, or on its way to the completer."""
-
-    id: UUID
-    lease_id: UUID
-    job: Any
-    task: Any = None
-    context: Context | None = None
-    started: float | None = None
-    finishing: bool = False
-    dirty: bool = False
-    settled: bool = False
-    abort: str | None = None
-    buffered: float = 0.0
-    on_written: Callable[[], None] | None = None
-
-
-Reported: TypeAlias = tuple[Run, str, str]
+Reported: TypeAlias = "tuple[Run, str, str]"
 """An event: whose, its kind, and its data as JSON text."""
 
 
@@ -63,7 +45,7 @@ class Heartbeat:
         store: Store,
         statements: WorkerStatements,
         lease: timedelta,
-        on_abort: Callable[[Run, str], None],
+        on_abort: Callable[[Run], None],
         on_beat: Callable[[], Statement[Any] | None] = lambda: None,
     ) -> None:
         self._store = store
@@ -156,12 +138,6 @@ class Heartbeat:
             self._events.append((run, kind, data))
             self._schedule(FLUSH_URGENT)
 
-    def settle(self, job_id: UUID) -> None:
-        """The handler completes this job itself."""
-        run = self._runs.get(job_id)
-        if run is not None:
-            run.settled = True
-
     def _schedule(self, seconds: float) -> None:
         at = time.monotonic() + seconds
         if at < self._flush_at:
@@ -189,7 +165,9 @@ class Heartbeat:
                 with self._buffering:
                     self._progress = progress | self._progress
                     self._events = events + self._events
-                    if self._progress or any(not run.settled for run, _, _ in self._events):
+                    if self._progress or any(
+                        not run.completed_by_handler for run, _, _ in self._events
+                    ):
                         self._schedule(FLUSH)
                     waiting = {*self._progress, *(run.id for run, _, _ in self._events)}
                     for run in live.values():
@@ -216,17 +194,21 @@ class Heartbeat:
     def _send_events(self, events: list[Reported]) -> list[Reported]:
         """Send events; gives those that must wait."""
         # A run that completes itself may have locked its row: its events wait until it has ended.
-        waiting = [each for each in events if each[0].settled and not each[0].finishing]
-        now = [each for each in events if not (each[0].settled and not each[0].finishing)]
+        waiting = [
+            each for each in events if each[0].completed_by_handler and not each[0].finishing
+        ]
+        now = [
+            each for each in events if not (each[0].completed_by_handler and not each[0].finishing)
+        ]
         accepted = self._add(self._statements.add_events, now)
         refused = [each for each in now if each[0].id not in accepted]
-        late = [each for each in refused if each[0].settled]
+        late = [each for each in refused if each[0].completed_by_handler]
         accepted |= self._add(self._statements.add_late_events, late)
         return waiting + [
             (run, kind, data)
             for run, kind, data in refused
             # Locked for the moment. If the lease is lost, the next beat will tell.
-            if run.id not in accepted and not run.finishing and run.abort != "lost"
+            if run.id not in accepted and not run.finishing and run.abort_reason != "lost"
         ]
 
     def _add(
@@ -317,23 +299,16 @@ class Heartbeat:
         asked = {run.id: run for run in runs}
         for job_id, _, mine, cancel_requested in answers:
             run = asked[job_id]
-            if (
-                self._runs.get(job_id) is not run
-                or run.finishing
-                or run.settled
-                or run.abort is not None
-            ):
-                continue  # acknowledged meanwhile, or known already
+            if self._runs.get(job_id) is not run or run.finishing or run.completed_by_handler:
+                continue  # acknowledged meanwhile
             if not mine:
                 self._abort(run, "lost")
             elif cancel_requested:
                 self._abort(run, "cancelled")
 
-    def _abort(self, run: Run, why: str) -> None:
-        run.abort = why
-        if run.context is not None:
-            run.context.abort = why
-        self._on_abort(run, why)
+    def _abort(self, run: Run, reason: AbortReason) -> None:
+        if run.abort(reason):
+            self._on_abort(run)
 
 
 def _elapsed(run: Run, now: float) -> float | None:

@@ -10,23 +10,24 @@ from uuid import uuid4
 
 import msgspec
 
-from howdah.context import Context
-from howdah.encoding import payload, validation
+from howdah.encoding import payload
 from howdah.encoding.arguments import decode_result
 from howdah.errors import HowdahError, InvalidOption, LeaseLost, TaskInFlight
 from howdah.execution.handler import aexecute, execute
-from howdah.execution.heartbeat import Heartbeat, Run
-from howdah.model import Claim, Job, NewJob, request_id
+from howdah.execution.heartbeat import Heartbeat
+from howdah.execution.run import Run, make_context
+from howdah.model import Job, NewJob
 from howdah.outcome import (
     NOT_COMMITTED,
-    Cancelled,
     Completed,
+    CompletedByHandler,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
 )
+from howdah.protocol.acknowledge import acknowledge
+from howdah.protocol.worker_statements import Claimed
 
 if TYPE_CHECKING:
     from howdah.app import App
@@ -42,7 +43,7 @@ def run(task: Task[..., Any], job: NewJob) -> Any:
     begun = _begin(task.app, job)
     if isinstance(begun, Job):
         return _stored(task, begun)
-    attempt = _Attempt(task, job, begun)
+    attempt = _Attempt(task, begun)
     outcome = execute(task, attempt.context)
     return attempt.end(outcome)
 
@@ -54,7 +55,7 @@ async def arun(task: Task[..., Any], job: NewJob) -> Any:
     begun = await asyncio.to_thread(_begin, task.app, job)
     if isinstance(begun, Job):
         return _stored(task, begun)
-    attempt = _Attempt(task, job, begun)
+    attempt = _Attempt(task, begun)
     try:
         outcome = await attempt.execute()
     except asyncio.CancelledError:
@@ -72,17 +73,33 @@ def _is_in_a_loop() -> bool:
     return False
 
 
-def _begin(app: App, job: NewJob) -> Claim | Job:
-    """The claim of a new job, or the job that holds the idempotency key."""
+def _begin(app: App, job: NewJob) -> Claimed | Job:
+    """The new job, claimed, or the job that holds the idempotency key."""
+    encoded = app.backend.operations.encode(job)
     statement = app.statements.enqueue_and_claim(
-        msgspec.json.encode(app.backend.operations.encode(job)).decode(),
+        msgspec.json.encode(encoded).decode(),
         app.backend.operations.worker_id,
         app.lease,
         app.idempotency_ttl,
         uuid4(),
     )
     job_id, lease_id = app.backend.run(statement)
-    return app.queue.get(job_id) if lease_id is None else Claim(job_id, lease_id)
+    if lease_id is None:
+        return app.queue.get(job_id)
+    return Claimed(
+        id=job_id,
+        lease_id=lease_id,
+        job_type=job.job_type,
+        queue=job.queue,
+        data=bytes(encoded["data"]).decode(),
+        attempts=1,
+        max_attempts=job.max_attempts,
+        claims=1,
+        request_id=encoded.get("request_id"),
+        traceparent=job.traceparent,
+        idempotency_key=job.idempotency_key,
+        waited=0.0,
+    )
 
 
 def _stored(task: Task[..., Any], job: Job) -> Any:
@@ -94,25 +111,15 @@ def _stored(task: Task[..., Any], job: Job) -> Any:
 class _Attempt:
     """The first attempt, here; its lease is kept from now on."""
 
-    def __init__(self, task: Task[..., Any], job: NewJob, claim: Claim) -> None:
+    def __init__(self, task: Task[..., Any], job: Claimed) -> None:
         app = task.app
         self._task = task
-        self._claim = claim
         self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Outcome]] | None = None
         self._heartbeat = Heartbeat(app.backend.store, app.statements, app.lease, self._on_abort)
-        self.context = Context(
-            id=claim.id,
-            job_type=task.name,
-            queue=job.queue,
-            data=job.data,
-            max_attempts=job.max_attempts,
-            request_id=job.request_id or request_id.get(),
-            idempotency_key=job.idempotency_key,
-            lease_id=claim.lease_id,
-            timeout=task.options.timeout,
-            sink=self._heartbeat,
+        self._run = Run(job.id, job.lease_id, job, task)
+        self.context = make_context(
+            task, job, data=msgspec.Raw(job.data), sink=self._heartbeat, run=self._run
         )
-        self._run = Run(claim.id, claim.lease_id, job, task, self.context)
         self._heartbeat.add(self._run)
         self._heartbeat.start()
 
@@ -120,9 +127,11 @@ class _Attempt:
         """Run an async handler, in an asyncio task of its own that an abort can cancel."""
         work = asyncio.create_task(aexecute(self._task, self.context))
         self._work = (asyncio.get_running_loop(), work)
+        if self._run.abort_reason is not None:  # before there was a task to cancel
+            work.cancel()
         return await work
 
-    def _on_abort(self, run: Run, why: str) -> None:
+    def _on_abort(self, run: Run) -> None:
         # In the heartbeat's thread. A sync handler is told at its next call of the context.
         if self._work is not None:
             loop, work = self._work
@@ -133,44 +142,27 @@ class _Attempt:
         """Write the outcome, and whether it was accepted."""
         self._run.finishing = True
         self._heartbeat.stop()
-        store, statements = self._task.app.backend.store, self._task.app.statements
-        ids, leases = [self._claim.id], [self._claim.lease_id]
-        match outcome:
-            case Completed(result):
-                statement = statements.complete_jobs(ids, leases, [result])
-            case Failed(error, trace, retry_in):
-                pause = None if retry_in is None else validation.to_timedelta(retry_in, "retry")
-                statement = statements.fail_jobs(
-                    ids, leases, [error], [None], [pause], tracebacks=[trace]
-                )
-            case Settled():
-                # Refused if the handler's transaction committed; else the attempt has failed.
-                again = validation.to_timedelta(1, "retry")
-                statement = statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [again])
-            case Released(delay, _):
-                pause = validation.to_timedelta(delay, "delay")
-                statement = statements.release_jobs(ids, leases, pause)
-            case Cancelled(reason):
-                statement = statements.stop_jobs(ids, leases, [reason])
-            case Lost():
-                return False
-        return bool(store.run(statement))
+        if isinstance(outcome, Lost):
+            return False
+        app, run = self._task.app, self._run
+        statement = acknowledge(app.statements, [run.id], [run.lease_id], [outcome])
+        return bool(app.backend.run(statement))
 
     def end(self, outcome: Outcome) -> Any:
         """Write the outcome, and give the result or raise what the caller should see."""
         accepted = self.write(outcome)
         match outcome:
-            case Settled() if accepted:
-                raise HowdahError(f"job {self._claim.id}: {NOT_COMMITTED}.")
-            case Settled():
+            case CompletedByHandler() if accepted:
+                raise HowdahError(f"job {self._run.id}: {NOT_COMMITTED}.")
+            case CompletedByHandler():
                 pass
             case _ if not accepted:
-                raise LeaseLost([self._claim.id]) from getattr(outcome, "cause", None)
+                raise LeaseLost([self._run.id]) from getattr(outcome, "cause", None)
             case Completed(result):
                 value = None if result is None else payload.decode(result)
                 return decode_result(value, self._task.arguments.returns)
             case Failed(cause=BaseException() as cause):
                 raise cause
             case Released():
-                raise TaskInFlight(self._claim.id)
-        return self._task.read_result(self._task.app.queue.get(self._claim.id))
+                raise TaskInFlight(self._run.id)
+        return self._task.read_result(self._task.app.queue.get(self._run.id))

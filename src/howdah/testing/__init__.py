@@ -1,5 +1,6 @@
-"""Testing what is enqueued and what it does: `inline` without a database, `drain` with a real one, and
-assertions for both. The pytest fixtures live in `pytest_howdah`, which imports this only when it is used."""
+"""Tools for the tests of applications: `inline` runs tasks without a database, `drain` runs pending jobs of a real
+one, and the assertions work with both. The pytest fixtures are in `pytest_howdah`, which imports this package
+only when a test uses them."""
 
 from howdah.testing.assertions import (
     aassert_enqueued,

@@ -1,7 +1,7 @@
-"""Assertions about what was enqueued, in the database, in an open transaction or in an inline block.
+"""Assertions about enqueued jobs: in the database, in an open transaction, or in an inline block.
 
-A job matches if every argument that is named is equal, compared as JSON; arguments that are left out may be
-anything. Options bound with `using` must be equal too, and its `conn` says where to look."""
+A job matches if every given argument is equal, compared as JSON. An argument that the caller omits matches any
+value. Options bound with `using` must be equal too; its `conn` is the connection to search on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from howdah.encoding import payload, validation
 from howdah.encoding.arguments import to_json
 from howdah.errors import InvalidJob, InvalidOption, did_you_mean
 from howdah.protocol.statements import Filters, Statement
-from howdah.testing.memory import MemoryQueue
+from howdah.testing.inlining import inline_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from howdah.model import Job
     from howdah.task import Task
 
-SHOWN = 10
-FOUND = 10_000
-# An option's time is a moment of ours; the job's is the database's.
-TOLERANCE = timedelta(seconds=1)
+SHOWN_JOBS = 10
+SEARCHED_JOBS = 10_000
+# The delay of a job is run_at - created_at, for which the clock is read at different times.
+DELAY_TOLERANCE = timedelta(seconds=1)
 _COMPARED = (
     "queue", "priority", "max_attempts", "run_at", "delay", "keep", "idempotency_key",
     "ordering_key", "request_id", "traceparent",
@@ -32,20 +32,20 @@ _COMPARED = (
 
 
 def assert_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: Any) -> list[Job]:
-    """Assert that a job of the task with these arguments was enqueued, whatever became of it since.
+    """Assert that a job of the task with these arguments exists: pending, running or finished.
 
     `assert_enqueued(resize.using(priority=150, conn=session), "a.png")` also compares the priority, and
-    looks into the session's open transaction. Returns the jobs that match, oldest first."""
+    searches in the open transaction of the session. Returns the matching jobs, oldest first."""
     return _check(task, _jobs(task), args, kwargs)
 
 
 def assert_not_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Assert that no job of the task with these arguments was enqueued; without arguments: none at all."""
+    """Assert that no job of the task with these arguments exists. Without arguments: no job of the task."""
     _check_none(task, _jobs(task), args, kwargs)
 
 
 async def aassert_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: Any) -> list[Job]:
-    """`assert_enqueued`, awaited: for the connections that `aenqueue` takes."""
+    """`assert_enqueued`, awaited, for the connections that `aenqueue` accepts."""
     return _check(task, await _ajobs(task), args, kwargs)
 
 
@@ -54,23 +54,23 @@ async def aassert_not_enqueued(task: Task[..., Any], /, *args: Any, **kwargs: An
     _check_none(task, await _ajobs(task), args, kwargs)
 
 
-# ── where to look ─────────────────────────────────────────────────────────────────────────────────
+# ── searching ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _statement(task: Task[..., Any]) -> Statement[list[Job]]:
-    return task.app.statements.find(Filters(), FOUND)
+    return task.app.statements.find(Filters(), SEARCHED_JOBS)
 
 
 def _jobs(task: Task[..., Any]) -> list[Job]:
-    queue: Any = task.app.queue
-    if isinstance(queue, MemoryQueue):
-        return [entry.job for entry in queue.memory.all()]
+    log = inline_log(task.app)
+    if log is not None:
+        return log.jobs
     found: list[Job] = task.app.backend.run(_statement(task), task._call.get("conn"))
     return found[::-1]
 
 
 async def _ajobs(task: Task[..., Any]) -> list[Job]:
-    if isinstance(task.app.queue, MemoryQueue):
+    if inline_log(task.app) is not None:
         return _jobs(task)
     return (await task.app.abackend.run(_statement(task), task._call.get("conn")))[::-1]
 
@@ -82,7 +82,9 @@ def _check(
     task: Task[..., Any], jobs: list[Job], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Job]:
     wanted = _wanted(task, args, kwargs)
-    matching = [job for job in jobs if job.job_type == task.name and not _missed(task, job, wanted)]
+    matching = [
+        job for job in jobs if job.job_type == task.name and not _differences(task, job, wanted)
+    ]
     if not matching:
         raise AssertionError(_explain(task, jobs, wanted))
     return matching
@@ -92,16 +94,18 @@ def _check_none(
     task: Task[..., Any], jobs: list[Job], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     wanted = _wanted(task, args, kwargs)
-    matching = [job for job in jobs if job.job_type == task.name and not _missed(task, job, wanted)]
+    matching = [
+        job for job in jobs if job.job_type == task.name and not _differences(task, job, wanted)
+    ]
     if matching:
-        lines = [f"  {_show(job)}" for job in matching[:SHOWN]]
+        lines = [f"  {_show(job)}" for job in matching[:SHOWN_JOBS]]
         raise AssertionError("\n".join([f"{task.name} was enqueued{_with(wanted)}:", *lines]))
 
 
 def _wanted(
     task: Task[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What to compare: arguments by name, options as `using …`."""
+    """The values to compare: arguments by name, options as `using …`."""
     try:
         bound = task.arguments.signature.bind_partial(*args, **kwargs)
     except TypeError as error:
@@ -111,15 +115,15 @@ def _wanted(
         if name == "conn":
             continue
         if name not in _COMPARED:
-            raise InvalidOption(f"assert_enqueued cannot compare the option {name}; leave it out.")
+            raise InvalidOption(f"assert_enqueued cannot compare the option {name}; omit it.")
         wanted[f"using {name}"] = (
             validation.to_timedelta(value, name) if name in ("delay", "keep") else value
         )
     return wanted
 
 
-def _missed(task: Task[..., Any], job: Job, wanted: Mapping[str, Any]) -> list[str]:
-    """The names of what is different in a job."""
+def _differences(task: Task[..., Any], job: Job, wanted: Mapping[str, Any]) -> list[str]:
+    """The names of the values that differ in a job."""
     return [name for name, value in wanted.items() if not _equal(value, _found(task, job, name))]
 
 
@@ -139,7 +143,7 @@ def _found(task: Task[..., Any], job: Job, name: str) -> Any:
 
 def _equal(wanted: Any, found: Any) -> bool:
     if isinstance(wanted, timedelta) and isinstance(found, timedelta):
-        return abs(wanted - found) <= TOLERANCE
+        return abs(wanted - found) <= DELAY_TOLERANCE
     return bool(wanted == found)
 
 
@@ -155,19 +159,19 @@ def _explain(task: Task[..., Any], jobs: list[Job], wanted: Mapping[str, Any]) -
     own = [job for job in jobs if job.job_type == task.name]
     if not own:
         others = Counter(job.job_type for job in jobs)
-        listed = ", ".join(f"{name} ({n})" for name, n in others.most_common(SHOWN))
+        listed = ", ".join(f"{name} ({n})" for name, n in others.most_common(SHOWN_JOBS))
         hint = did_you_mean(task.name, others).removeprefix("; ").capitalize()
         return f"{message} Enqueued are: {listed or 'no jobs at all'}. {hint}".strip()
-    nearest = min(own, key=lambda job: len(_missed(task, job, wanted)))
+    nearest = min(own, key=lambda job: len(_differences(task, job, wanted)))
     differences = ", ".join(
         f"{name.removeprefix('using ')} is {_found(task, nearest, name)!r}"
-        for name in _missed(task, nearest, wanted)
+        for name in _differences(task, nearest, wanted)
     )
-    lines = [f"  {_show(job)}" for job in own[:SHOWN]]
-    if len(own) > SHOWN:
-        lines.append(f"  … and {len(own) - SHOWN} more")
-    nearly = f"Did you mean {_show(nearest)}? There {differences}."
-    return "\n".join([message, f"Jobs of {task.name} are:", *lines, nearly])
+    lines = [f"  {_show(job)}" for job in own[:SHOWN_JOBS]]
+    if len(own) > SHOWN_JOBS:
+        lines.append(f"  … and {len(own) - SHOWN_JOBS} more")
+    hint = f"Did you mean {_show(nearest)}? There {differences}."
+    return "\n".join([message, f"Jobs of {task.name} are:", *lines, hint])
 
 
 def _with(wanted: Mapping[str, Any]) -> str:

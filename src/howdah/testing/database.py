@@ -1,5 +1,5 @@
-"""A queue that is emptied for every test: on a PostgreSQL made for the session, or in a schema made for it in
-a database that exists. Behind the fixture `howdah_database`."""
+"""The implementation of the fixture `howdah_database`: a queue that is emptied before each test, on a PostgreSQL
+server that is started for the session, or in a schema that is created for it in an existing database."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from howdah.protocol.schema_name import quote_schema
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Nothing of this outlives the session, so nothing has to survive a crash of the machine.
+# The data is deleted at the end of the session, so it need not survive a crash of the machine.
 SETTINGS = {
     "fsync": "off",
     "full_page_writes": "off",
     "synchronous_commit": "off",
     "max_connections": "200",
 }
+# Identifies schemas that killed sessions left, also those of other versions: must not change.
 MARK = "made by the pytest fixture howdah_database, which deletes all that is in it"
-LOCK_TIMEOUT = "1s"
+LOCK_TIMEOUT_SECONDS = 1
 _WATCHDOG = (
     "import sys\n"
     "if not sys.stdin.read():\n"
@@ -41,31 +42,31 @@ _WATCHDOG = (
 
 @contextlib.contextmanager
 def session_server() -> Iterator[str]:
-    """The URL of a server that is there until the block, or this process, has ended."""
-    where = tempfile.mkdtemp(prefix="howdah-pytest-")
-    os.chmod(where, 0o755)  # noqa: S103 - root's server runs under another account
-    with _watchdog(where):
+    """The URL of a server that runs until the end of the block or of this process."""
+    directory = tempfile.mkdtemp(prefix="howdah-pytest-")
+    os.chmod(directory, 0o755)  # noqa: S103 - a server of root runs under another account
+    with _watchdog(directory):
         try:
-            yield EmbeddedServer(Path(where) / "pg", settings=SETTINGS).start()
+            yield EmbeddedServer(Path(directory) / "pg", settings=SETTINGS).start()
         finally:
-            remove_server(where)
+            remove_server(directory)
 
 
-def remove_server(where: str) -> None:
-    """Stop a session's server and delete what it left."""
-    EmbeddedServer(Path(where) / "pg").remove()
-    shutil.rmtree(where, ignore_errors=True)
+def remove_server(directory: str) -> None:
+    """Stop the server of a session and delete its files."""
+    EmbeddedServer(Path(directory) / "pg").remove()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _watchdog(where: str) -> Iterator[None]:
-    """A process that removes the server when this one is killed: then its standard input ends."""
+def _watchdog(directory: str) -> Iterator[None]:
+    """A process that removes the server if this process is killed, which closes its standard input."""
     with subprocess.Popen(  # noqa: S603
-        [sys.executable, "-c", _WATCHDOG, where],
+        [sys.executable, "-c", _WATCHDOG, directory],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is not for it
+        start_new_session=True,  # Ctrl-C must not stop it
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     ) as process:
         try:
@@ -74,18 +75,18 @@ def _watchdog(where: str) -> Iterator[None]:
             process.communicate(b"done")
 
 
-class Emptied:
-    """A schema of this session's own."""
+class SessionSchema:
+    """The schema of a test session."""
 
     def __init__(self, conn: Connection, schema: str) -> None:
         self._conn = conn
         self._schema = schema
-        # What a migration has put there stays; the rest is of the tests.
+        # Tables with rows of a migration are kept as they are. All other rows belong to tests.
         seeds = [table for table in self._tables() if self._has_rows(table)]
         self._delete = ";".join(f"DELETE FROM {t}" for t in self._tables() if t not in seeds)
 
     def empty(self) -> None:
-        """Delete every row. A transaction that a test left open is ended if it stands in the way."""
+        """Delete all rows. If a transaction that a test left open holds a lock, its connection is ended."""
         try:
             self._conn.execute(self._delete.encode())
         except LockNotAvailable:
@@ -113,18 +114,18 @@ class Emptied:
 
 
 @contextlib.contextmanager
-def session_schema(url: str, schema: str, *, drop: bool) -> Iterator[Emptied]:
-    """A schema in the database at `url`, made here and dropped at the end. One that somebody else has
-    made is left alone, and so is one that another session is using."""
+def session_schema(url: str, schema: str, *, drop: bool) -> Iterator[SessionSchema]:
+    """A schema in the database at `url`, created here and dropped at the end. A schema that was not created by
+    this function, or that another session uses, is rejected."""
     name = quote_schema(schema)
     with connection.connect(url) as conn:
-        conn.execute(f"SET lock_timeout = '{LOCK_TIMEOUT}'".encode())
+        conn.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'".encode())
         locked = conn.execute(
             "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", [f"howdah:pytest:{schema}"]
         ).fetchone()
         if locked != (True,):
             raise HowdahError(
-                f'another pytest is using schema "{schema}" of {database_url.redact(url)}. Under xdist give '
+                f'another pytest is using schema "{schema}" of {database_url.redact(url)}. Under xdist, give '
                 "each worker its own: write {worker} into howdah_database_url or howdah_schema."
             )
         found = conn.execute(
@@ -133,14 +134,15 @@ def session_schema(url: str, schema: str, *, drop: bool) -> Iterator[Emptied]:
         ).fetchone()
         if found is not None and found != (MARK,):
             raise HowdahError(
-                f'schema "{schema}" of {database_url.redact(url)} was not made by howdah_database, which '
-                "deletes all jobs in it. Name a database for tests in howdah_database_url, or drop it."
+                f'schema "{schema}" of {database_url.redact(url)} was not created by howdah_database, '
+                "which deletes all jobs in it. Set howdah_database_url to a database for tests, or drop the "
+                "schema."
             )
         conn.execute(f"DROP SCHEMA IF EXISTS {name} CASCADE".encode())
         try:
             conn.execute(f"CREATE SCHEMA {name}; COMMENT ON SCHEMA {name} IS '{MARK}'".encode())
             migrate.migrate(conn, schema)
-            yield Emptied(conn, schema)
+            yield SessionSchema(conn, schema)
         finally:
             if drop:
                 conn.execute(f"DROP SCHEMA {name} CASCADE".encode())

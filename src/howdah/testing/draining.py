@@ -1,48 +1,43 @@
-"""Running what is enqueued, now and here, through the real database: claimed, run and acknowledged with the
-statements that a worker uses, until nothing is due. One generator decides the steps; `drain` and `adrain`
-only take them."""
+"""Runs pending jobs in the process of the test: claimed, run and acknowledged with the statements that a worker
+uses, until no job is due. One generator yields the steps; `drain` and `adrain` only take them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from howdah.encoding import validation
 from howdah.errors import HowdahError
+from howdah.execution.run import make_context
 from howdah.outcome import (
-    NOT_COMMITTED,
-    Cancelled,
     Completed,
+    CompletedByHandler,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
 )
+from howdah.protocol.acknowledge import acknowledge
 from howdah.protocol.schema_name import quote_schema
 from howdah.protocol.statements import Statement
 from howdah.testing import running
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
     from uuid import UUID
 
     from howdah.app import App
-    from howdah.context import Context
     from howdah.model import Job
-    from howdah.task import Task
 
 LEASE = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainResult:
-    """How the runs ended. `errors` are the messages of the jobs that failed for good."""
+    """The number of runs by outcome. `errors` are the messages of the jobs that failed permanently."""
 
     completed: int = 0
     failed: int = 0
@@ -61,27 +56,14 @@ def drain(
     conn: Any = None,
     resources: Mapping[str, Any] | None = None,
 ) -> DrainResult:
-    """Run every due job of the app's tasks here, until none is left or `limit` runs are over.
+    """Run all due jobs of the app's tasks in this process, at most `limit` runs.
 
-    `with_scheduled` also runs what is delayed, backed off or snoozed, in due order. With `conn` all of
-    it happens on your connection, in your open transaction, and so does what the handlers enqueue
-    through this app. `resources` is what handlers find in `ctx.resources`."""
+    `with_scheduled` also runs jobs that are delayed, snoozed or waiting for a retry, in due order. With
+    `conn`, jobs are claimed, run and acknowledged on your connection, in your open transaction; jobs that
+    handlers enqueue through this app are part of it. Handlers read `resources` from `ctx.resources`."""
     steps = _steps(app, queues, with_scheduled, limit, resources)
-    with _joined(app, conn):
-        answer, error = None, None
-        while True:
-            try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                return _result(stop.value)
-            answer = error = None
-            try:
-                if isinstance(step, Statement):
-                    answer = app.backend.run(step)
-                else:
-                    answer = running.run(*step)
-            except Exception as raised:
-                error = raised
+    with _on_connection(app, conn):
+        return _result(running.drive(steps, app.backend.run))
 
 
 async def adrain(
@@ -95,21 +77,8 @@ async def adrain(
 ) -> DrainResult:
     """`drain`, awaited. Async tasks run in this event loop, others in a thread."""
     steps = _steps(app, queues, with_scheduled, limit, resources)
-    with _ajoined(app, conn):
-        answer, error = None, None
-        while True:
-            try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                return _result(stop.value)
-            answer = error = None
-            try:
-                if isinstance(step, Statement):
-                    answer = await app.abackend.run(step)
-                else:
-                    answer = await running.arun(*step)
-            except Exception as raised:
-                error = raised
+    with _on_async_connection(app, conn):
+        return _result(await running.drive_async(steps, app.abackend.run))
 
 
 def _result(ended: list[tuple[str, str | None]]) -> DrainResult:
@@ -119,10 +88,6 @@ def _result(ended: list[tuple[str, str | None]]) -> DrainResult:
 
 # ── the steps ─────────────────────────────────────────────────────────────────────────────────────
 
-Steps: TypeAlias = Generator[
-    "Statement[Any] | tuple[Task[..., Any], Context]", Any, "list[tuple[str, str | None]]"
-]
-
 
 def _steps(
     app: App,
@@ -130,48 +95,53 @@ def _steps(
     with_scheduled: bool,
     limit: int,
     resources: Mapping[str, Any] | None,
-) -> Steps:
+) -> running.Steps[list[tuple[str, str | None]]]:
     wanted = None if queues is None else [queues] if isinstance(queues, str) else list(queues)
     types = list(app.tasks)
     ended: list[tuple[str, str | None]] = []
-    hastened = False
+    advanced = False
     while len(ended) < limit:
-        yield _settle(app.schema)
-        found = yield _lanes(app.schema, types)
+        yield _assign_keys(app.schema)
+        found = yield _find_queues(app.schema, types)
         jobs = yield app.statements.claim_job_batch(
             app.backend.operations.worker_id, types, 1, LEASE, found if wanted is None else wanted,
             started=True, ignore_heads=True,
         )  # fmt: skip
         if jobs:
-            hastened = False
+            advanced = False
             ended.append((yield from _run(app, jobs[0], resources)))
-        elif with_scheduled and not hastened:
-            yield _hasten(app.schema, types, wanted)
-            hastened = True
+        elif with_scheduled and not advanced:
+            yield _make_due(app.schema, types, wanted)
+            advanced = True
         else:
             break
     return ended
 
 
 def _run(app: App, job: Job, resources: Mapping[str, Any] | None) -> Generator[Any, Any, Any]:
-    """One run and its acknowledgement: the state that the job is in now, and its error."""
-    task, reports = app.tasks[job.job_type], _Reports(job)
-    outcome: Outcome = yield task, running.make_context(task, job, reports, resources)
+    """One run and its acknowledgement. Returns the state of the job and its error."""
+    task, ids, leases = app.tasks[job.job_type], [job.id], [job.lease_id or job.id]
+    reports = _Reports(ids, leases)
+    context = make_context(task, job, data=job.data, sink=reports, resources=resources)
+    outcome: Outcome = yield task, context
     try:
         yield from reports.statements(app, outcome)
-        accepted = [] if isinstance(outcome, Lost) else (yield _acknowledge(app, job, outcome))
+        accepted: list[UUID] = []
+        if not isinstance(outcome, Lost):
+            accepted = yield acknowledge(app.statements, ids, leases, [outcome])
         after: Job | None = yield app.statements.get(job.id)
     except Exception as error:
-        # In your own transaction a handler's SQL error breaks what follows: it is the one to read.
+        # An SQL error of the handler aborts the caller's transaction, so this statement failed: the
+        # handler's error is the cause to show.
         raise error from (outcome.cause if isinstance(outcome, Failed) else None)
-    running.pass_on_interrupt(outcome)
+    running.raise_interrupt(outcome)
     return _state(outcome, bool(accepted), after)
 
 
 def _state(outcome: Outcome, accepted: bool, after: Job | None) -> tuple[str, str | None]:
     match outcome:
-        case Settled() if not accepted:
-            return "completed", None  # by its handler
+        case CompletedByHandler() if not accepted:
+            return "completed", None  # its transaction completed the job
         case _ if not accepted:
             return "lost", None
         case Completed():
@@ -181,50 +151,25 @@ def _state(outcome: Outcome, accepted: bool, after: Job | None) -> tuple[str, st
     return str(after.status), after.last_error
 
 
-def _acknowledge(app: App, job: Job, outcome: Outcome) -> Statement[list[UUID]]:
-    statements, ids, leases = app.statements, [job.id], [job.lease_id or job.id]
-    match outcome:
-        case Completed(result):
-            return statements.complete_jobs(ids, leases, [result])
-        case Failed(error, traceback, retry_in):
-            pause = None if retry_in is None else validation.to_timedelta(retry_in, "retry")
-            return statements.fail_jobs(
-                ids, leases, [error], [None], [pause], tracebacks=[traceback]
-            )
-        case Settled():
-            # Refused if the handler's transaction committed; else the attempt has failed.
-            pause = validation.to_timedelta(1, "retry")
-            return statements.fail_jobs(ids, leases, [NOT_COMMITTED], [None], [pause])
-        case Released(delay):
-            return statements.release_jobs(ids, leases, validation.to_timedelta(delay, "delay"))
-        case Cancelled(reason):
-            return statements.stop_jobs(ids, leases, [reason])
-        case _:
-            raise TypeError(f"{outcome!r} is not written")
-
-
 class _Reports:
-    """The `Sink` of one run: what its handler reported, to be written before its outcome."""
+    """The `Sink` of one run: keeps the reports of the handler, which are written before its outcome."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, ids: list[UUID], leases: list[UUID]) -> None:
+        self._ids, self._leases = ids, leases
         self._progress: tuple[int | None, str | None] | None = None
         self._events: list[tuple[str, str]] = []
 
     def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
-        """Take the newest progress."""
+        """Keep the newest progress."""
         self._progress = (percent, stage)
 
     def event(self, job_id: UUID, kind: str, data: str) -> None:
-        """Take an event."""
+        """Keep an event."""
         self._events.append((kind, data))
 
-    def settle(self, job_id: UUID) -> None:
-        """The handler completes the job itself."""
-
     def statements(self, app: App, outcome: Outcome) -> Iterator[Statement[Any]]:
-        """What was reported, as statements."""
-        ids, leases = [self._job.id], [self._job.lease_id or self._job.id]
+        """The statements that write the reports."""
+        ids, leases = self._ids, self._leases
         if self._progress is not None:
             percent, stage = self._progress
             yield app.statements.report_progress(ids, leases, [percent], [stage])
@@ -232,16 +177,16 @@ class _Reports:
             n = len(self._events)
             kinds, datas = [kind for kind, _ in self._events], [data for _, data in self._events]
             yield app.statements.add_events(ids * n, leases * n, kinds, datas)
-            if isinstance(outcome, Settled):
+            if isinstance(outcome, CompletedByHandler):
                 yield app.statements.add_late_events(ids * n, leases * n, kinds, datas)
 
 
-# ── what only a test may do ───────────────────────────────────────────────────────────────────────
+# ── statements of tests ──────────────────────────────────────────────────────────────────────────
 
 
-def _settle(schema: str) -> Statement[None]:
-    """Give every ordering key without a holder to its first job. A commit does that otherwise, and
-    SET CONSTRAINTS would too, but with it all deferred constraints of the caller's own."""
+def _assign_keys(schema: str) -> Statement[None]:
+    """Assign every ordering key without a holder to its first job. Otherwise the commit does this. SET
+    CONSTRAINTS would too, but it would also check the caller's own deferred constraints."""
     s = quote_schema(schema)
     return Statement(
         "assign_key",
@@ -253,8 +198,8 @@ def _settle(schema: str) -> Statement[None]:
     )
 
 
-def _lanes(schema: str, types: Sequence[str]) -> Statement[list[str]]:
-    """The queues that have something for these tasks, their lanes made where they are missing."""
+def _find_queues(schema: str, types: Sequence[str]) -> Statement[list[str]]:
+    """The queues with pending jobs of these tasks. Missing lanes are created."""
     s = quote_schema(schema)
     return Statement(
         "add_lane",
@@ -266,19 +211,19 @@ def _lanes(schema: str, types: Sequence[str]) -> Statement[list[str]]:
     )
 
 
-def _hasten(schema: str, types: Sequence[str], queues: Sequence[str] | None) -> Statement[None]:
-    """Make scheduled jobs due, in the order in which they would have been."""
+def _make_due(schema: str, types: Sequence[str], queues: Sequence[str] | None) -> Statement[None]:
+    """Make scheduled jobs due now, in due order."""
     s = quote_schema(schema)
     return Statement(
-        "hasten",
+        "make_due",
         f"WITH later AS (SELECT j.id, row_number() OVER (ORDER BY j.run_at DESC, j.id DESC) AS n "
         f"FROM {s}.live_jobs AS j "
         "WHERE j.status = 'pending' AND j.run_at > clock_timestamp() "
         "AND j.job_type = ANY ($1::text[]) AND ($2::text[] IS NULL OR j.queue = ANY ($2::text[]))), "
-        f"hastened AS (UPDATE {s}.live_jobs AS j "
+        f"updated AS (UPDATE {s}.live_jobs AS j "
         "SET run_at = statement_timestamp() - l.n * interval '1 microsecond' "
         "FROM later AS l WHERE j.id = l.id RETURNING j.id) "
-        "SELECT count(*) FROM hastened",
+        "SELECT count(*) FROM updated",
         (list(types), None if queues is None else list(queues)),
         lambda rows: None,
     )
@@ -287,8 +232,8 @@ def _hasten(schema: str, types: Sequence[str], queues: Sequence[str] | None) -> 
 # ── on the caller's connection ────────────────────────────────────────────────────────────────────
 
 
-class _Joined:
-    """A store all of whose statements go to one connection."""
+class _CallerStore:
+    """A store that runs all statements on the caller's connection."""
 
     def __init__(self, store: Any, run: Any) -> None:
         self._store = store
@@ -301,13 +246,13 @@ class _Joined:
         return [self.run(statement) for statement in statements]
 
 
-class _AsyncJoined(_Joined):
+class _AsyncCallerStore(_CallerStore):
     async def run_all(self, statements: Sequence[Statement[Any]]) -> list[Any]:  # type: ignore[override]
         return [await self.run(statement) for statement in statements]
 
 
 @contextlib.contextmanager
-def _replaced(app: App, store: _Joined, astore: _AsyncJoined) -> Iterator[None]:
+def _replaced(app: App, store: _CallerStore, astore: _AsyncCallerStore) -> Iterator[None]:
     before = app.backend.store, app.abackend.store
     vars(app.backend)["store"], vars(app.abackend)["store"] = store, astore
     try:
@@ -317,7 +262,7 @@ def _replaced(app: App, store: _Joined, astore: _AsyncJoined) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _joined(app: App, conn: Any) -> Iterator[None]:
+def _on_connection(app: App, conn: Any) -> Iterator[None]:
     if conn is None:
         yield
         return
@@ -329,12 +274,12 @@ def _joined(app: App, conn: Any) -> Iterator[None]:
     async def arun(statement: Statement[Any], own: Any = None) -> Any:
         return await astore.run(statement, own) if own is not None else run(statement)
 
-    with _replaced(app, _Joined(store, run), _AsyncJoined(astore, arun)):
+    with _replaced(app, _CallerStore(store, run), _AsyncCallerStore(astore, arun)):
         yield
 
 
 @contextlib.contextmanager
-def _ajoined(app: App, conn: Any) -> Iterator[None]:
+def _on_async_connection(app: App, conn: Any) -> Iterator[None]:
     if conn is None:
         yield
         return
@@ -350,10 +295,10 @@ def _ajoined(app: App, conn: Any) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is loop:
                 raise HowdahError(
-                    "a handler used the sync queue in the event loop whose connection adrain works "
-                    "on, and would wait for itself; call aenqueue there."
+                    "a handler called the sync queue in the event loop of the connection that adrain "
+                    "uses, and would block that loop forever; call aenqueue there."
                 )
         return asyncio.run_coroutine_threadsafe(arun(statement), loop).result()
 
-    with _replaced(app, _Joined(store, run), _AsyncJoined(astore, arun)):
+    with _replaced(app, _CallerStore(store, run), _AsyncCallerStore(astore, arun)):
         yield

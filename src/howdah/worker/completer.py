@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from howdah.database.driver_errors import is_transient
-from howdah.encoding import payload, validation
+from howdah.encoding import payload
 from howdah.errors import DatabaseUnreachable
 from howdah.execution import fault_points
 from howdah.hooks import StateChange
@@ -21,27 +21,31 @@ from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
     Completed,
+    CompletedByHandler,
     Failed,
     Lost,
     Outcome,
     Released,
-    Settled,
 )
+from howdah.protocol.acknowledge import acknowledge, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
     from howdah.database.async_store import AsyncStore
-    from howdah.execution.heartbeat import Heartbeat, Run
+    from howdah.execution.heartbeat import Heartbeat
+    from howdah.execution.run import Run
     from howdah.hooks import Hooks
+    from howdah.outcome import Acknowledgement
     from howdah.protocol.statements import Statement
     from howdah.protocol.worker_statements import Claimed, WorkerStatements
-    from howdah.worker.throughput import Tally
+    from howdah.worker.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
 Finished: TypeAlias = "tuple[Run, Outcome]"
+Written: TypeAlias = "tuple[Run, Acknowledgement]"
 
 RETRY_PAUSE = 0.5
 
@@ -55,13 +59,13 @@ class Completer:
         statements: WorkerStatements,
         heartbeat: Heartbeat,
         hooks: Hooks,
-        tally: Tally,
+        throughput: Throughput,
     ) -> None:
         self._store = store
         self._statements = statements
         self._heartbeat = heartbeat
         self._hooks = hooks
-        self._tally = tally
+        self._throughput = throughput
         self._waiting: list[Finished] = []
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -93,7 +97,7 @@ class Completer:
     async def _write(self, batch: list[Finished]) -> None:
         if any(run.dirty for run, _ in batch):
             await self._flush_reports()
-        groups: dict[object, list[Finished]] = defaultdict(list)
+        groups: dict[object, list[Written]] = defaultdict(list)
         times: Counter[UUID] = Counter()
         for run, outcome in batch:
             if isinstance(outcome, Lost):
@@ -101,8 +105,7 @@ class Completer:
                 continue
             # The answer names ids: two runs of one job, of which one is stale, go one after the other.
             times[run.id] += 1
-            kind = outcome.delay if isinstance(outcome, Released) else type(outcome)
-            groups[kind, times[run.id]].append((run, outcome))
+            groups[kind_of(outcome), times[run.id]].append((run, outcome))
         for group in groups.values():
             await self._send(group)
 
@@ -117,7 +120,7 @@ class Completer:
                 logger.warning("the last reports of some jobs could not be written", exc_info=True)
             return
 
-    async def _send(self, group: list[Finished], *, last_try: bool = False) -> None:
+    async def _send(self, group: list[Written], *, last_try: bool = False) -> None:
         fault_points.reach("before-acknowledge")
         while True:
             try:
@@ -136,7 +139,7 @@ class Completer:
         fault_points.reach("after-acknowledge")
         self._forget(group, accepted)
 
-    async def _split(self, group: list[Finished], error: Exception, *, last_try: bool) -> None:
+    async def _split(self, group: list[Written], error: Exception, *, last_try: bool) -> None:
         if len(group) > 1:
             middle = len(group) // 2
             await self._send(group[:middle])
@@ -154,58 +157,24 @@ class Completer:
             last = Failed(payload.format_error(error), None, None)
             await self._send([(run, last)], last_try=True)
 
-    def _statement(self, group: Sequence[Finished]) -> Statement[list[UUID]]:
-        ids = [run.id for run, _ in group]
-        leases = [run.lease_id for run, _ in group]
+    def _statement(self, group: Sequence[Written]) -> Statement[list[UUID]]:
         now = time.monotonic()
-        elapsed = [None if run.started is None else now - run.started for run, _ in group]
-        outcomes = [outcome for _, outcome in group]
-        match outcomes[0]:
-            case Completed():
-                results = [o.result for o in outcomes if isinstance(o, Completed)]
-                return self._statements.complete_jobs(ids, leases, results, elapsed)
-            case Failed():
-                failures = [o for o in outcomes if isinstance(o, Failed)]
-                return self._statements.fail_jobs(
-                    ids,
-                    leases,
-                    [failure.error for failure in failures],
-                    [None] * len(ids),
-                    [
-                        None if f.retry_in is None else validation.to_timedelta(f.retry_in, "retry")
-                        for f in failures
-                    ],
-                    elapsed=elapsed,
-                    tracebacks=[failure.traceback for failure in failures],
-                )
-            case Settled():
-                # Refused if the handler's transaction committed; else the attempt has failed.
-                n = len(ids)
-                return self._statements.fail_jobs(
-                    ids,
-                    leases,
-                    [NOT_COMMITTED] * n,
-                    [None] * n,
-                    [validation.to_timedelta(1, "retry")] * n,
-                )
-            case Released(delay):
-                return self._statements.release_jobs(
-                    ids, leases, validation.to_timedelta(delay, "delay")
-                )
-            case Cancelled():
-                reasons = [o.reason for o in outcomes if isinstance(o, Cancelled)]
-                return self._statements.stop_jobs(ids, leases, reasons)
-            case outcome:
-                raise TypeError(f"{outcome!r} is not written")
+        return acknowledge(
+            self._statements,
+            [run.id for run, _ in group],
+            [run.lease_id for run, _ in group],
+            [outcome for _, outcome in group],
+            [None if run.started is None else now - run.started for run, _ in group],
+        )
 
-    def _forget(self, group: list[Finished], accepted: set[UUID]) -> None:
+    def _forget(self, group: Sequence[Finished], accepted: set[UUID]) -> None:
         now = time.monotonic()
         self._heartbeat.remove(run for run, _ in group)
         self.written += len(accepted)
         ended: list[tuple[Claimed, str, float]] = []
         for run, outcome in group:
-            if run.on_written is not None:
-                run.on_written()
+            if run.on_acknowledged is not None:
+                run.on_acknowledged()
             state, error = _describe(run, outcome, run.id in accepted)
             if run.started is not None:
                 ended.append((run.job, state, now - run.started))
@@ -213,7 +182,7 @@ class Completer:
                 _log(run, state, error)
             if self._hooks.active:
                 self._hooks.tell(_change(run, state, error))
-        self._tally.add(ended)
+        self._throughput.add(ended)
 
 
 def _log(run: Run, state: str, error: str | None) -> None:
@@ -251,7 +220,7 @@ def _describe(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | No
     if accepted and isinstance(outcome, Completed):
         return "completed", None
     match outcome:
-        case Settled():
+        case CompletedByHandler():
             return ("retrying", NOT_COMMITTED) if accepted else ("completed", None)
         case _ if not accepted:
             return "lost", None

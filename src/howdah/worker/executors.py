@@ -12,14 +12,13 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from howdah.execution.handler import execute, judge
-from howdah.outcome import Aborted, Outcome
+from howdah.execution.handler import aborted, execute, judge
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from howdah.context import Context
-    from howdah.execution.heartbeat import Run
+    from howdah.outcome import Outcome
     from howdah.task import Task
 
 
@@ -69,11 +68,11 @@ class ThreadExecutor:
             async with asyncio.timeout(limit + self._patience):
                 return await future
         except TimeoutError:
-            context.abort = "timeout"
-        except asyncio.CancelledError:
-            if context.abort is None:
+            return judge(task, context, aborted(context, "timeout"))
+        except asyncio.CancelledError as error:
+            if context.run.abort_reason is None:
                 raise
-        return judge(task, context, Aborted(context.abort))
+            return judge(task, context, error)
 
     def _deliver(self) -> None:
         """All that has ended: threads that end at the same time wake the loop once."""
@@ -91,13 +90,3 @@ def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
     while True:
         # What one handler puts into context variables is not for the next to find.
         contextvars.Context().run(inbox.get())
-
-
-def stop_run(run: Run, why: str, slot: asyncio.Task[None] | None) -> None:
-    """Make a run stop: its context says so at the next call; a handler in the loop or in a process is
-    cancelled at once. Threads can only be asked."""
-    run.abort = run.abort or why
-    if run.context is not None:
-        run.context.abort = run.context.abort or why
-    if slot is not None and run.task.options.run_in != "thread":
-        slot.cancel()

@@ -21,15 +21,17 @@ import socket
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from uuid import UUID
 
 import msgspec
 
-from howdah.context import Context, Sink
+from howdah.context import RunState
 from howdah.errors import InvalidOption
-from howdah.execution.handler import execute, judge
-from howdah.outcome import Aborted, Failed, Outcome, Released
+from howdah.execution.handler import aborted, execute, judge
+from howdah.execution.run import Run, make_context
+from howdah.outcome import Failed, Released
+from howdah.protocol.worker_statements import Claimed
 from howdah.worker.process_directory import make_directory
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
     import pebble
 
+    from howdah.context import Context, Sink
+    from howdah.outcome import AbortReason, Outcome
     from howdah.task import Task
 
 logger = logging.getLogger(__name__)
@@ -64,6 +68,7 @@ class ProcessExecutor:
 
     def __init__(self, size: int, sink: Sink) -> None:
         self._size = size
+        self._runs: dict[UUID, Run] = {}
         self._begun: dict[UUID, _Begun] = {}
         self._sink = sink
         self._pool: pebble.ProcessPool | None = None
@@ -94,38 +99,47 @@ class ProcessExecutor:
                         self._sink.progress(UUID(bytes=job_id), one, two)
                     case "event":
                         self._sink.event(UUID(bytes=job_id), one, two)
-                    case "settle":
-                        self._sink.settle(UUID(bytes=job_id))
-                    case "begin":
+                    case "completed-by-handler" if run := self._runs.get(UUID(bytes=job_id)):
+                        run.complete_by_handler()
+                    case "begin" if UUID(bytes=job_id) in self._runs:
                         self._begun[UUID(bytes=job_id)] = _Begun(one, time.monotonic())
 
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
         """Run a handler in a process of the pool."""
+        run = context.run
+        assert isinstance(run, Run)  # noqa: S101 - as the slots made it
+        self._runs[run.id] = run
+        try:
+            outcome = await self._execute(task, context, run)
+            self._receive()  # reports that were sent before the answer come before it
+            return outcome
+        finally:
+            if self._runs.get(run.id) is run:
+                del self._runs[run.id]
+                self._begun.pop(run.id, None)
+
+    async def _execute(self, task: Task[..., Any], context: Context, run: Run) -> Outcome:
         import pebble
 
         try:
-            outcome = await self._answer(self._schedule(task, context), task, context)
+            return await self._answer(self._schedule(run), task, context)
         except TimeoutError:
-            context.abort = context.abort or "timeout"
-            outcome = judge(task, context, Aborted(context.abort))
-        except asyncio.CancelledError:
-            if context.abort is None:
+            return judge(task, context, aborted(context, "timeout"))
+        except asyncio.CancelledError as error:
+            if run.abort_reason is None:
                 raise
-            outcome = judge(task, context, Aborted(context.abort))
+            return judge(task, context, error)
         except pebble.ProcessExpired as error:
-            outcome = judge(task, context, ProcessDied(_describe_death(error.exitcode)))
+            return judge(task, context, ProcessDied(_describe_death(error.exitcode)))
         except BrokenProcessPool:
             # Not this job's doing: it had not begun.
-            outcome = Released(1.0, "the process pool broke")
+            return Released(1.0, "the process pool broke")
         except Exception as error:
-            outcome = judge(task, context, error)
-        finally:
-            self._begun.pop(context.id, None)
-        self._receive()  # reports that were sent before the answer come before it
-        return outcome
+            return judge(task, context, error)
 
-    def _schedule(self, task: Task[..., Any], context: Context) -> Future[Outcome]:
-        work = (locate(task), task.name, _describe(context))
+    def _schedule(self, run: Run) -> Future[Outcome]:
+        task = run.task
+        work = (locate(task), task.name, plain_values(run.job))
         limit = task.options.timeout
         last = None if limit is None else limit + CLEANING_UP
         if self._pool is None:
@@ -150,7 +164,7 @@ class ProcessExecutor:
         try:
             return await self._watch(answer, task, context)
         except asyncio.CancelledError:
-            if context.abort is not None and not answer.done():
+            if context.run.abort_reason is not None and not answer.done():
                 self._terminate(context)
                 await asyncio.wait([answer], timeout=CLEANING_UP)
             raise
@@ -168,7 +182,7 @@ class ProcessExecutor:
             gone = self._is_gone(job_id)  # first, as an answer may arrive in between
             begun = self._begun.get(job_id)
             pause = WATCH
-            if begun is not None and limit is not None and context.abort is None:
+            if begun is not None and limit is not None and context.run.abort_reason is None:
                 pause = min(pause, begun.at + limit - time.monotonic())
             await asyncio.wait([answer], timeout=max(0.0, pause))
             if answer.cancelled():
@@ -176,8 +190,7 @@ class ProcessExecutor:
             if answer.done():
                 return await answer
             if begun is not None and limit is not None and time.monotonic() > begun.at + limit:
-                if context.abort is None:
-                    context.abort = "timeout"
+                if context.run.abort("timeout"):
                     self._terminate(context)
             elif begun is not None or len(self._begun) >= self._size:
                 waiting = time.monotonic()
@@ -197,7 +210,7 @@ class ProcessExecutor:
         begun = self._begun.get(context.id)
         if begun is None or self._directory is None or self._is_gone(context.id):
             return
-        (self._directory / context.id.hex).write_text(context.abort or "cancelled")
+        (self._directory / context.id.hex).write_text(context.run.abort_reason or "cancelled")
         with contextlib.suppress(ProcessLookupError):
             os.kill(begun.pid, signal.SIGTERM)
 
@@ -247,18 +260,9 @@ def locate(task: Task[..., Any]) -> str:
     return module
 
 
-def _describe(context: Context) -> dict[str, Any]:
-    return {
-        "id": context.id,
-        "job_type": context.job_type,
-        "queue": context.queue,
-        "data": context.data,
-        "attempt": context.attempt,
-        "max_attempts": context.max_attempts,
-        "request_id": context.request_id,
-        "idempotency_key": context.idempotency_key,
-        "lease_id": context.lease_id,
-    }
+def plain_values(job: Claimed) -> dict[str, Any]:
+    """A job for the pickle that crosses to a child: ids, numbers, and its data as JSON text."""
+    return msgspec.structs.asdict(job)
 
 
 def _describe_death(code: int | None) -> str:
@@ -287,11 +291,24 @@ class _Reports:
     def event(self, job_id: UUID, kind: str, data: str) -> None:
         self._send("event", job_id, kind, data)
 
-    def settle(self, job_id: UUID) -> None:
-        self._send("settle", job_id, None, None)
+    def completed_by_handler(self, job_id: UUID) -> None:
+        self._send("completed-by-handler", job_id, None, None)
 
     def begin(self, job_id: UUID) -> None:
         self._send("begin", job_id, os.getpid(), None)
+
+
+class _ChildRun(RunState):
+    """The state of a run in the process of its handler; the worker has a state of its own."""
+
+    def __init__(self, job_id: UUID, reports: _Reports) -> None:
+        super().__init__()
+        self._job_id = job_id
+        self._reports = reports
+
+    def complete_by_handler(self) -> None:
+        super().complete_by_handler()
+        self._reports.completed_by_handler(self._job_id)
 
 
 _reports: _Reports | None = None
@@ -316,8 +333,8 @@ def _stop_handler(_signal: int, _frame: object) -> None:
     if context is None:
         return
     with contextlib.suppress(FileNotFoundError):
-        context.abort = (_notes / context.id.hex).read_text()
-        raise Aborted(context.abort)
+        reason = cast("AbortReason", (_notes / context.id.hex).read_text())
+        raise aborted(context, reason)
 
 
 def _die_with_parent() -> None:
@@ -327,14 +344,17 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, Linux only
 
 
-def _run_child(module: str, name: str, described: dict[str, Any]) -> Outcome:
-    if _reports is not None:
-        _reports.begin(described["id"])
+def _run_child(module: str, name: str, claimed: dict[str, Any]) -> Outcome:
+    assert _reports is not None  # noqa: S101 - see `_begin_child`
+    job = Claimed(**claimed)
+    _reports.begin(job.id)
     task = _find_task(module, name)
-    context = Context(
-        **described,
-        timeout=task.options.timeout,
+    context = make_context(
+        task,
+        job,
+        data=msgspec.Raw(job.data),
         sink=_reports,
+        run=_ChildRun(job.id, _reports),
         resources=_child_resources(task),
     )
     global _running

@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import logging
 import os
-import random
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,19 +28,22 @@ from howdah.encoding import validation
 from howdah.errors import DatabaseUnreachable, InvalidOption
 from howdah.execution import fault_points
 from howdah.execution.handler import aexecute
-from howdah.execution.heartbeat import Heartbeat, Run
+from howdah.execution.heartbeat import Heartbeat
 from howdah.hooks import Hooks
 from howdah.worker.completer import Completer
 from howdah.worker.executors import Executor, ThreadExecutor
 from howdah.worker.fetcher import Fetcher
+from howdah.worker.maintenance import maintain
 from howdah.worker.processes import ProcessExecutor, locate, require_pebble
 from howdah.worker.slots import Slots
-from howdah.worker.throughput import Tally
+from howdah.worker.suspects import Suspects
+from howdah.worker.throughput import Throughput
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 
     from howdah.app import App
+    from howdah.execution.run import Run
     from howdah.model import Seconds
     from howdah.protocol.statements import Statement
 
@@ -49,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
 GRACE = 30.0
-TICK = 1.0
-MAINTAINERS = 4
-MAINTENANCE_PATIENCE = 2.0
 STATEMENT_TIMEOUT = 4.0  # work resumes within five seconds, also where a line has gone silent
 START_ATTEMPT = 3.0
 START_PATIENCE = 60.0
@@ -95,7 +94,7 @@ class Worker:
         )
         self.worker_id = worker_id or f"{socket.gethostname()[:60]}:{os.getpid()}:{uuid4().hex[:6]}"
         self.ready = asyncio.Event()
-        self._tally = Tally()
+        self._throughput = Throughput()
         self._stopping = asyncio.Event()
         self._now = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -187,7 +186,7 @@ class Worker:
             command_timeout=min(STATEMENT_TIMEOUT, max(1.0, seconds / 3)),
         )
         heartbeat = Heartbeat(beating, statements, self.lease, self._on_abort, self._touch)
-        completer = Completer(store, statements, heartbeat, hooks, self._tally)
+        completer = Completer(store, statements, heartbeat, hooks, self._throughput)
         threads = ThreadExecutor(seconds)
         processes = ProcessExecutor(min(self.processes, self.concurrency), heartbeat)
         executors: dict[str, Executor] = {
@@ -195,7 +194,7 @@ class Worker:
         }  # fmt: skip
         self._slots = slots = Slots(
             self.concurrency, app.tasks, executors,
-            store=store, statements=statements, heartbeat=heartbeat, completer=completer,
+            suspects=Suspects(store, statements), heartbeat=heartbeat, completer=completer,
             hooks=hooks, resources=resources,
         )  # fmt: skip
         self._heartbeat = heartbeat
@@ -235,7 +234,7 @@ class Worker:
 
             services = [
                 serve("completer", completer.run()),
-                serve("maintenance", self._tick(store)),
+                serve("maintenance", maintain(store, self.app.statements)),
                 serve("fetcher", fetcher.run(self._stopping)),
             ]
             try:
@@ -313,51 +312,19 @@ class Worker:
     def _touch(self) -> Statement[None]:
         info = {"concurrency": self.concurrency, "running": self._slots.running}
         return self.app.statements.beat_worker(
-            self.worker_id, msgspec.json.encode(info).decode(), self._tally.take()
+            self.worker_id, msgspec.json.encode(info).decode(), self._throughput.take()
         )
-
-    async def _tick(self, store: AsyncStore) -> None:
-        """Maintenance: whoever comes first when a duty is due does it.
-
-        Duties may take long, and a line that went dead looks just like that. So one without an answer
-        does not keep the next from being tried; where it is at work, the next finds nothing to do."""
-        under_way: list[asyncio.Task[None]] = []
-        try:
-            while True:
-                await asyncio.sleep(TICK * random.uniform(0.75, 2))  # noqa: S311 - they take turns
-                fault_points.reach("before-maintenance")
-                if len(under_way) == MAINTAINERS:
-                    under_way[0].cancel()  # so many cannot all be at work
-                under_way.append(asyncio.create_task(self._maintain(store)))
-                await asyncio.wait(
-                    under_way, timeout=MAINTENANCE_PATIENCE, return_when=asyncio.FIRST_COMPLETED
-                )
-                under_way = [work for work in under_way if not work.done()]
-        finally:
-            for work in under_way:
-                work.cancel()
-
-    async def _maintain(self, store: AsyncStore) -> None:
-        try:
-            for duty, took, error in await store.run(self.app.statements.run_maintenance()):
-                if error is not None:
-                    logger.warning(
-                        "a maintenance duty failed",
-                        extra={"duty": duty, "took": str(took), "error": error},
-                    )
-        except Exception as error:
-            logger.warning("maintenance failed", extra={"error": str(error)})
 
     def _hear_cancel(self, text: str) -> None:
         ids = set(msgspec.json.decode(text)) if text else set()
         if not ids or any(str(run.id) in ids for run in self._heartbeat.runs()):
             self._heartbeat.poke()
 
-    def _on_abort(self, run: Run, why: str) -> None:
+    def _on_abort(self, run: Run) -> None:
         # In the heartbeat's thread.
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._slots.abort, run, why)
+                self._loop.call_soon_threadsafe(self._slots.stop_aborted, run)
 
 
 def _may_answer(error: BaseException) -> bool:

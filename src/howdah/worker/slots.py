@@ -1,56 +1,42 @@
-"""The slots: long-lived coroutines, each running one job at a time from a common buffer. Measures how fast
-jobs end and how long each type takes, which tells the fetcher what to claim ahead."""
+"""The slots: long-lived coroutines, each running one job at a time from a common buffer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
-import itertools
 import logging
-import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from howdah.context import Context
-from howdah.database.driver_errors import DATABASE_ERRORS
 from howdah.encoding import payload
 from howdah.execution import fault_points
-from howdah.execution.heartbeat import SUSPICION, Run
+from howdah.execution.run import Run, make_context
 from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
-from howdah.worker.executors import stop_run
+from howdah.worker.prefetch import Prefetch, Wanted
+from howdah.worker.suspects import StartNotWritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from howdah.database.async_store import AsyncStore
     from howdah.execution.heartbeat import Heartbeat
     from howdah.hooks import Hooks
-    from howdah.protocol.worker_statements import Claimed, WorkerStatements
+    from howdah.outcome import AbortReason
+    from howdah.protocol.worker_statements import Claimed
     from howdah.task import Task
     from howdah.worker.completer import Completer
     from howdah.worker.executors import Executor
+    from howdah.worker.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 0.2  # seconds of work to have at hand
-PREFETCH_LIMIT = 8000  # of jobs; more only make claims long
 HOARDED = 1.0  # seconds in the buffer after which a job is better off elsewhere
-SMOOTHING = 0.1
 YIELD_EVERY = 16
 LAST_PATIENCE = 1.0
-
-
-class Wanted(NamedTuple):
-    """What to claim: so many jobs of any type, and then so many more of types known to be short."""
-
-    any_type: int
-    short: int
-    short_types: list[str]
 
 
 class Slots:
@@ -62,8 +48,7 @@ class Slots:
         tasks: Mapping[str, Task[..., Any]],
         executors: Mapping[str, Executor],
         *,
-        store: AsyncStore,
-        statements: WorkerStatements,
+        suspects: Suspects,
         heartbeat: Heartbeat,
         completer: Completer,
         hooks: Hooks,
@@ -72,8 +57,7 @@ class Slots:
         self._count = count
         self._tasks = tasks
         self._executors = executors
-        self._store = store
-        self._statements = statements
+        self._suspects = suspects
         self._heartbeat = heartbeat
         self._completer = completer
         self._hooks = hooks
@@ -83,11 +67,7 @@ class Slots:
         self._getters: deque[asyncio.Future[None]] = deque()
         self._room = asyncio.Event()
         self._running: dict[Run, asyncio.Task[None] | None] = {}
-        self._suspects = asyncio.Lock()
-        self._seconds: dict[str, float] = {}  # smoothed duration of each type
-        self._rate = 0.0  # smoothed, of jobs that end in a second
-        self._ended = 0
-        self._looked = time.monotonic()
+        self._prefetch = Prefetch(count, tasks)
         self._closed = False
         self._clean = contextvars.Context()
         self._on_crash: Callable[[BaseException], None] = _ignore
@@ -105,43 +85,10 @@ class Slots:
         return len(self._buffer)
 
     def wanted(self) -> Wanted:
-        """How many more jobs to claim; none while more than half of what should be at hand is.
-
-        Long jobs, and those of types that were never measured, are had only for slots that no such job
-        has: one that waits for another could run in another worker meanwhile."""
-        ahead = self._ahead()
-        missing = self._count + ahead - len(self._buffer) - len(self._running)
-        if missing <= 0 or self._closed or (ahead and len(self._buffer) > ahead // 2):
+        """What to claim."""
+        if self._closed:
             return Wanted(0, 0, [])
-        short_types = [name for name in self._tasks if self._is_short(name)]
-        if len(short_types) == len(self._tasks):
-            return Wanted(missing, 0, [])
-        any_type = max(0, min(missing, self._count - self._count_long()))
-        return Wanted(any_type, missing - any_type if short_types else 0, short_types)
-
-    def _ahead(self) -> int:
-        """How many jobs end in the time to claim ahead for, as things go now. By the rate, not by the
-        duration: slots that are busy for long take part in it by ending nothing."""
-        now = time.monotonic()
-        passed = now - self._looked
-        if passed > AHEAD / 20:
-            seen = self._ended / passed
-            self._rate += (1 - math.exp(-passed / AHEAD)) * (seen - self._rate)
-            # At once, what the slots could keep up even if every job were of the slowest type.
-            slowest = max(self._seconds.values(), default=math.inf)
-            self._rate = max(self._rate, min(seen, self._count / max(slowest, 1e-6)))
-            self._looked, self._ended = now, 0
-        return min(PREFETCH_LIMIT, int(self._rate * AHEAD))
-
-    def _is_short(self, job_type: str) -> bool:
-        return self._seconds.get(job_type, math.inf) < AHEAD
-
-    def _count_long(self) -> int:
-        late = time.monotonic() - AHEAD
-        return sum(
-            not self._is_short(run.job.job_type) or (run.started is not None and run.started < late)
-            for run in itertools.chain(self._running, self._buffer)
-        )
+        return self._prefetch.wanted(self._buffer, self._running)
 
     async def wait_for_room(self) -> None:
         """Wait until `wanted` may say something else."""
@@ -210,8 +157,9 @@ class Slots:
 
     def interrupt(self) -> None:
         """Stop everything that runs, to be given back. Threads that do not listen are left behind."""
-        for run, slot in list(self._running.items()):
-            stop_run(run, "shutdown", slot)
+        for run in list(self._running):
+            run.abort("shutdown")
+            self._interrupt(run)
 
     def give_up(self) -> None:
         """Give back jobs whose handlers did not stop: this process is about to end."""
@@ -228,13 +176,20 @@ class Slots:
         _, stuck = await asyncio.wait(self._slots, timeout=LAST_PATIENCE)
         return len(stuck)
 
-    def abort(self, run: Run, why: str) -> None:
-        """Stop one job: it was cancelled, or is no longer ours."""
+    def stop_aborted(self, run: Run) -> None:
+        """Stop a run that was aborted: it was cancelled, or is no longer ours."""
         if run in self._running:
-            stop_run(run, why, self._running[run])
-        elif run in self._buffer:
+            self._interrupt(run)
+        elif run in self._buffer and run.abort_reason is not None:
             self._buffer.remove(run)
-            self._completer.put(run, _not_started(why))
+            self._completer.put(run, _not_started(run.abort_reason))
+
+    def _interrupt(self, run: Run) -> None:
+        """Cancel a handler in the loop or in a process. One in a thread stops at its next call of the
+        context, and not before."""
+        slot = self._running[run]
+        if slot is not None and run.task.options.run_in != "thread":
+            slot.cancel()
 
     # ── the slots ─────────────────────────────────────────────────────────────────────────────────
 
@@ -254,7 +209,7 @@ class Slots:
                 outcome = await self._execute(run, me)
             finally:
                 del self._running[run]
-                self._ended += 1
+                self._prefetch.ended += 1
                 self._room.set()
             fault_points.reach("after-run")
             if not run.finishing:
@@ -277,80 +232,39 @@ class Slots:
         """One job, to an outcome, whatever happens."""
         try:
             fault_points.reach("before-start")
-            if run.job.claims - run.job.attempts > 1 and not await self._announced(run):
+            if run.job.claims - run.job.attempts > 1 and not await self._suspects.start(run):
                 return Lost()
             return await self._call(run)
         except asyncio.CancelledError:
-            if run.abort is None:
+            if run.abort_reason is None:
                 raise
-            return _not_started(run.abort)
-        except _Unannounced as error:
+            return _not_started(run.abort_reason)
+        except StartNotWritten as error:
             return Released(1.0, str(error))
         except Exception as error:
             logger.exception("a slot failed", extra={"job_id": str(run.id)})
             return Failed(payload.format_error(error), None, 10.0)
         finally:
             # A cancellation of this slot was about the job that has ended now.
-            while run.abort is not None and slot is not None and slot.cancelling():
+            while run.abort_reason is not None and slot is not None and slot.cancelling():
                 slot.uncancel()
 
     async def _call(self, run: Run) -> Outcome:
         job, task = run.job, run.task
-        context = Context(
-            id=job.id,
-            job_type=job.job_type,
-            queue=job.queue,
+        context = make_context(
+            task,
+            job,
             data=msgspec.Raw(job.data),
-            attempt=job.attempts,
-            max_attempts=job.max_attempts,
-            request_id=job.request_id,
-            idempotency_key=job.idempotency_key,
-            lease_id=job.lease_id,
-            timeout=task.options.timeout,
             sink=self._heartbeat,
+            run=run,
             resources=self._resources,
         )
-        run.context = context
-        context.abort = run.abort  # after it can be told itself: the heartbeat is another thread
         run.started = time.monotonic()
         if self._hooks.active:
             self._tell_running(job)
         outcome = await self._executors[task.options.run_in](task, context)
-        self._measure(job.job_type, time.monotonic() - run.started)
+        self._prefetch.measure(job.job_type, time.monotonic() - run.started)
         return outcome
-
-    async def _announced(self, run: Run) -> bool:
-        """Write started_at before a job runs of which two claims have ended without a trace: if it kills
-        this process too, the attempt counts. Gives whether the job is still ours.
-
-        Such a job may be what killed its workers, or only have been near, twice. So they go one by one,
-        until each is acknowledged or has run for a while: no other is announced, and so none pays, while
-        one may be about to kill us. After a single death all go on as if nothing had been: nearly all
-        that a worker has when it dies is innocent, and it may have thousands at hand."""
-        await self._suspects.acquire()
-        run.on_written = _once(self._suspects.release)
-        mine = await self._announce(run)
-        asyncio.get_running_loop().call_later(SUSPICION, self._acquit, run)
-        return mine
-
-    def _acquit(self, run: Run) -> None:
-        # One that has ended is acquitted when its outcome is written, which also may take its time.
-        if run in self._running and run.on_written is not None:
-            run.on_written()
-
-    async def _announce(self, run: Run) -> bool:
-        try:
-            accepted = await self._store.run(self._statements.start_jobs([run.id], [run.lease_id]))
-        except DATABASE_ERRORS as error:
-            raise _Unannounced(f"its start could not be written: {error}") from error
-        fault_points.reach("after-start")
-        return bool(accepted)
-
-    def _measure(self, job_type: str, seconds: float) -> None:
-        known = self._seconds.get(job_type)
-        self._seconds[job_type] = (
-            seconds if known is None else known + SMOOTHING * (seconds - known)
-        )
 
     def _tell_running(self, job: Claimed) -> None:
         self._hooks.tell(
@@ -369,27 +283,11 @@ def _ignore(error: BaseException) -> None:
     """Before there are slots, none crashes."""
 
 
-class _Unannounced(Exception):
-    """The database did not take down that a job was about to start."""
-
-
-def _not_started(why: str) -> Outcome:
-    match why:
+def _not_started(reason: AbortReason) -> Outcome:
+    match reason:
         case "lost":
             return Lost()
         case "shutdown":
             return Released(0.0, "shutdown")
         case _:
             return Cancelled("cancelled before it started")
-
-
-def _once(release: Callable[[], None]) -> Callable[[], None]:
-    done = False
-
-    def call() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            release()
-
-    return call

@@ -1,4 +1,5 @@
-"""Adds up what a worker did, to be written with its heartbeat: rates and waits without counting rows."""
+"""Counts the jobs that a worker finished. The counts are written with its heartbeat, so that rates and waiting
+times need no count of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _COLUMNS = {
 }
 
 
-class Count(msgspec.Struct):
+class Counts(msgspec.Struct):
     """The counts of one queue and job type since they were last written."""
 
     queue: str
@@ -33,15 +34,15 @@ class Count(msgspec.Struct):
     run_seconds: float = 0.0
 
 
-class Tally:
-    """Counts by queue and job type. Filled by the event loop, emptied by the heartbeat's thread."""
+class Throughput:
+    """Counts by queue and job type. The event loop adds to them; the heartbeat's thread takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[tuple[str, str], Count] = {}
+        self._counts: dict[tuple[str, str], Counts] = {}
 
     def add(self, ended: Iterable[tuple[Claimed, str, float]]) -> None:
-        """Count outcomes that were written: the job, its new state, and the seconds it ran."""
+        """Count acknowledged runs: the job, its new state, and the seconds it ran."""
         with self._lock:
             for job, state, seconds in ended:
                 column = _COLUMNS.get(state)
@@ -50,13 +51,13 @@ class Tally:
                 key = (job.queue, job.job_type)
                 count = self._counts.get(key)
                 if count is None:
-                    count = self._counts[key] = Count(job.queue, job.job_type)
+                    count = self._counts[key] = Counts(job.queue, job.job_type)
                 setattr(count, column, getattr(count, column) + 1)
                 count.wait_seconds += job.waited
                 count.run_seconds += seconds
 
     def take(self) -> str | None:
-        """What has been counted, as the JSON that `add_throughput` reads, and begin anew."""
+        """The counts as the JSON that `add_throughput` reads, and reset them."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return msgspec.json.encode(list(counts.values())).decode() if counts else None

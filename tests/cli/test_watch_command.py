@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from stage import Run, Shop
 
 
-@pytest.fixture
-def database(wiped: str) -> str:
-    return wiped
-
-
 def work(database: str, *, fail: bool = False, watched: bool = True) -> Callable[[], None]:
     """A worker that claims one job, waits until it is watched, reports two steps and ends it."""
 

@@ -1,0 +1,62 @@
+"""A claimed job in this process, and the context that its handler gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from howdah.context import Context, RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from uuid import UUID
+
+    from howdah.context import Sink
+    from howdah.model import Job
+    from howdah.protocol.worker_statements import Claimed
+    from howdah.task import Task
+
+
+@dataclass(slots=True, eq=False)
+class Run(RunState):
+    """A claimed job: prefetched, running, or waiting to be acknowledged.
+
+    `started` and `buffered` are times of `time.monotonic`. A run is `finishing` once its outcome is with
+    the completer, and `dirty` while reports of its handler have not been written."""
+
+    id: UUID
+    lease_id: UUID
+    job: Claimed
+    task: Task[..., Any]
+    started: float | None = None
+    finishing: bool = False
+    dirty: bool = False
+    buffered: float = 0.0
+    on_acknowledged: Callable[[], None] | None = None
+
+
+def make_context(
+    task: Task[..., Any],
+    job: Claimed | Job,
+    *,
+    data: Any,
+    sink: Sink | None,
+    run: RunState | None = None,
+    resources: Mapping[str, Any] | None = None,
+) -> Context:
+    """The context of one run of a claimed job. `data` is decoded, or a `msgspec.Raw` of JSON text."""
+    return Context(
+        id=job.id,
+        job_type=job.job_type,
+        queue=job.queue,
+        data=data,
+        attempt=job.attempts,
+        max_attempts=job.max_attempts,
+        request_id=job.request_id,
+        idempotency_key=job.idempotency_key,
+        lease_id=job.lease_id,
+        timeout=task.options.timeout,
+        sink=sink,
+        resources=resources,
+        run=run,
+    )
