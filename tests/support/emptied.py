@@ -1,5 +1,5 @@
-"""A database for a whole module, emptied before each test: quicker than a new one where the tables stay
-as they are. A module takes it with `database, module_database = emptied.database, …`."""
+"""One database per module, emptied before each test: faster than a new database, for tests that do not change
+the tables themselves. A module uses it with `database, module_database = emptied.database, …`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def module_database(server: EmbeddedServer, template: str) -> Iterator[str]:
 
 @pytest.fixture
 def database(module_database: str) -> str:
-    """The URL of this module's database, with nothing in its tables."""
+    """The URL of this module's database, with empty tables."""
     with psycopg.connect(module_database, autocommit=True) as conn:
         conn.execute("SET lock_timeout = '5s'")
         conn.execute(EMPTY.encode())
