@@ -250,6 +250,6 @@ def test_what_a_migration_put_there_stays(empty_database: str) -> None:
         assert queue.enqueue("a", idempotency_key="i").is_new
         with psycopg.connect(empty_database) as conn:
             for table in ("maintenance", "migrations"):
-                row = conn.execute(f"SELECT count(*) > 2 FROM howdah.{table}".encode()).fetchone()
+                row = conn.execute(f"SELECT count(*) > 0 FROM howdah.{table}".encode()).fetchone()
                 assert row == (True,)
         queue.close()
