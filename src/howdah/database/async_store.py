@@ -87,7 +87,7 @@ class AsyncStore:
             if self._settings.create and not self._schema_seen:
                 check = Statements(schema).has_schema()
                 if not check.decode(await caller_connection.arun(conn, check)):
-                    # On a connection of ours: a rollback of the caller's must not undo the migration.
+                    # Not on the caller's connection: a rollback there would undo the migration.
                     await self._open_pool()
                 self._schema_seen = True
             rows = await caller_connection.arun(conn, statement)
