@@ -133,7 +133,7 @@ def fresh_database(make_database: Callable[[str | None], str], template: str) ->
 
 @pytest.fixture(scope="session")
 def shared_database(databases: Databases, template: str) -> Iterator[SharedDatabase]:
-    shared = SharedDatabase(databases.url(databases.create(template)))
+    shared = SharedDatabase(databases, template)
     yield shared
     shared.close()
 

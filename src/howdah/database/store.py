@@ -20,7 +20,7 @@ import psycopg_pool
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import tuple_row
 
-from howdah.database import caller_connection, migrate, prepare_schema
+from howdah.database import caller_connection, migrate, sql_steps
 from howdah.database.driver_errors import (
     Address,
     is_connection_lost,
@@ -139,10 +139,10 @@ class Store:
         with pool.connection(self._settings.checkout_timeout) as conn:
             self._drive(conn, check)
 
-    def _drive(self, conn: psycopg.Connection[Any], steps: prepare_schema.Steps[T]) -> T:
+    def _drive(self, conn: psycopg.Connection[Any], steps: sql_steps.Steps[T]) -> T:
         timeout = self._settings.command_timeout
         with StatementDeadline(conn, timeout) as deadline:
-            return prepare_schema.drive(conn, steps, timeout, deadline)
+            return sql_steps.drive(conn, steps, timeout, deadline)
 
     def _replace(self, pool: psycopg_pool.ConnectionPool[Any] | None) -> None:
         """Replace a pool after one of its connections broke. Connections in use stay open."""
@@ -203,7 +203,7 @@ class Store:
 
     def _connect_pool(self, deadline: float) -> psycopg_pool.ConnectionPool[Any]:
         settings = self._settings
-        prepare = prepare_schema.prepare(settings.schema, create=settings.create)
+        prepare = migrate.prepare(settings.schema, create=settings.create)
         if isinstance(self._database, psycopg_pool.ConnectionPool):
             settings.address = _address_of(self._database)
             with self._database.connection(seconds_left(deadline)) as conn:
