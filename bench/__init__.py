@@ -18,6 +18,6 @@ standard library.
     growth.py            queues of millions of jobs: growth_data.py fills them, growth_measurements.py
                          measures them, growth_report.py writes the chapter
     results.py           rounds, medians and spreads; bench/results.json
-    bars.py              the goals; reasons.toml explains missed ones
+    goals.py             the goals; reasons.toml explains missed ones
     report.py            docs/benchmarks.md, from the results alone; plots.py draws
 """

@@ -1,4 +1,4 @@
-"""`python -m bench`: measure, record every round, and write the report."""
+"""`python -m bench`: measures the peers, records every round, and writes the report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bench.adapter_process import HOME, AdapterError
 from bench.machine import describe
 from bench.results import RESULTS, Results
 from bench.services import Postgres, Redis
-from bench.workloads import Stage
+from bench.workloads import Testbed
 
 
 def main() -> int:
     options = _options()
-    # Servers are stopped and their data removed however a run ends.
+    # SystemExit runs the cleanup: servers are stopped and their data is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     HOME.mkdir(exist_ok=True)
     quick = HOME / "quick.json"
@@ -49,25 +49,25 @@ def main() -> int:
             postgres=postgres.facts(),
             redis=redis.facts() if redis else {},
         )
-        stage = Stage(postgres, redis)
+        testbed = Testbed(postgres, redis)
         for peer in list(taking_part):
             try:
-                stage.setup(peer)
-            except Exception as error:  # whatever a peer breaks by, the others are measured
+                testbed.setup(peer)
+            except Exception as error:  # any failure of one peer must not stop the others
                 print(f"{peer.name} is skipped: {error}", flush=True)
-                results.leave_out(peer.name, f"its schema could not be made: {error}")
+                results.leave_out(peer.name, f"its schema could not be created: {error}")
                 taking_part.remove(peer)
-        is_whole = plan.run(stage, taking_part, results, options)
+        is_complete = plan.run(testbed, taking_part, results, options)
     results.describe(minutes=round((time.monotonic() - started) / 60, 1))
     results.save()
     if options.results == RESULTS and not options.quick:
         report.write(results)
     print(plan.overview(results))
-    return 0 if is_whole else 1
+    return 0 if is_complete else 1
 
 
 def _install(wanted: list[peers.Peer]) -> tuple[list[peers.Peer], dict[str, str], dict[str, str]]:
-    """Make everybody's environment; whoever cannot be had is left out, and why."""
+    """Create the environment of each peer. Returns the peers, the reasons for skipped ones, and the versions."""
     taking_part, skipped, versions = [], {}, {}
     for peer in wanted:
         try:
@@ -83,18 +83,20 @@ def _install(wanted: list[peers.Peer]) -> tuple[list[peers.Peer], dict[str, str]
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="Howdah, PgQueuer and the ceilings, small"
+        "--quick",
+        action="store_true",
+        help="only Howdah, PgQueuer and the ceilings, with fewer jobs",
     )
-    parser.add_argument("--peers", help="names, separated by commas")
-    parser.add_argument("--only", help="workloads whose names begin so, separated by commas")
+    parser.add_argument("--peers", help="comma-separated names")
+    parser.add_argument("--only", help="comma-separated prefixes of workload names")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--minutes",
         type=float,
-        help="after which each workload has but one round more; 90, or 2 if quick",
+        help="time limit; later workloads get one round only; default 90, or 2 with --quick",
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of jobs")
-    parser.add_argument("--steady", type=float, default=60.0, help="seconds of it")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the numbers of jobs")
+    parser.add_argument("--steady", type=float, default=60.0, help="seconds of the steady workload")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.minutes is None:

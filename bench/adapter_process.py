@@ -1,7 +1,7 @@
-"""Processes of adapters: started in the peer's own environment, spoken to in lines of JSON.
+"""Adapter processes: started in the peer's own environment, with requests and events as lines of JSON.
 
-The first line to a process is its request; `driver.py` lists the verbs. What it answers are events:
-`ready`, then, after `go`, `done` with what it measured. A worker works until it is told to stop."""
+The first line to a process is its request; `driver.py` lists the verbs. The process replies with events: `ready`,
+then, after `go`, `done` with its measurements. A worker runs until it receives `stop`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / ".bench"
-PATIENCE = 120.0
+EVENT_TIMEOUT_SECONDS = 120.0
 
 
 class AdapterError(Exception):
-    """A peer's process ended, or kept silent for too long. Says what it last wrote."""
+    """An adapter process exited, or sent no event in time. Contains the end of its log."""
 
 
 class AdapterProcess:
-    """One process of an adapter. Use as a context manager: it never outlives the block."""
+    """One adapter process. A context manager: the process is killed at the end of the block."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class AdapterProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The session was made for this process: what is left in it are its own children.
+        # The session was created for this process; the rest of it are its children.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -78,34 +78,34 @@ class AdapterProcess:
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.pid)
 
-    def expect(self, event: str, patience: float = PATIENCE) -> dict[str, Any]:
-        """Wait for an event, which must be this one."""
+    def expect(self, event: str, timeout: float = EVENT_TIMEOUT_SECONDS) -> dict[str, Any]:
+        """Wait for the next event, which must be this one."""
         try:
-            told = self._events.get(timeout=patience)
+            received = self._events.get(timeout=timeout)
         except queue.Empty:
-            raise self._failure(f"said nothing for {patience:g} s") from None
-        if told is None:
-            raise self._failure(f"ended with {self._process.wait()}")
-        if told.get("event") != event:
-            raise self._failure(f"said {told} where {event!r} was expected")
-        return told
+            raise self._failure(f"sent no event for {timeout:g} s") from None
+        if received is None:
+            raise self._failure(f"exited with {self._process.wait()}")
+        if received.get("event") != event:
+            raise self._failure(f"sent {received} instead of {event!r}")
+        return received
 
     def go(self) -> None:
-        """Begin what the request asked for."""
+        """Start what was requested."""
         self._send({"verb": "go"})
 
     def check(self) -> None:
-        """Raise if it has ended."""
+        """Raise if the process has exited."""
         if self._process.poll() is not None:
-            raise self._failure(f"ended with {self._process.returncode}")
+            raise self._failure(f"exited with {self._process.returncode}")
 
-    def stop(self, patience: float = 60.0) -> None:
-        """Tell a worker to stop in good order and wait until it has ended."""
+    def stop(self, timeout: float = 60.0) -> None:
+        """Stop a worker gracefully and wait until it exits."""
         self._send({"verb": "stop"})
         try:
-            self._process.wait(patience)
+            self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise self._failure(f"did not stop within {patience:g} s") from None
+            raise self._failure(f"did not stop within {timeout:g} s") from None
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._process.stdin is None:
@@ -114,7 +114,7 @@ class AdapterProcess:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise self._failure("does not listen") from None
+            raise self._failure("closed its input") from None
 
     def _read(self) -> None:
         for line in self._process.stdout or ():

@@ -1,6 +1,6 @@
-"""`python -m bench.compare_settings`: the settings of peers that were tried before the best were taken, in turns with each
-other like the rounds of the benchmarks. Prints medians and spreads, of rates also the CPU time of a job in client and
-server, which a busy machine changes less; the headers of the adapters say what was made of them."""
+"""`python -m bench.compare_settings`: compares settings of peers, in alternating rounds like the benchmarks. Prints
+medians and spreads; for rates also the CPU time per job in client and server, which depends less on other load. The
+headers of the adapters record the conclusions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections import defaultdict
 
 from bench import peers, plan, workloads
 from bench.adapter_process import HOME, AdapterError
-from bench.auto_tuning import in_environment, told
+from bench.auto_tuning import format_settings, in_environment
 from bench.services import Postgres, Redis
 
-# By peer: the settings, in the variables that its adapter reads, and the workloads that they were tried on.
+# By peer: the settings, as variables that its adapter reads, and the workloads to try them on.
 POOLS = (
     {"BENCH_POOL": "prefork"},
     {"BENCH_POOL": "threads"},
     {"BENCH_POOL": "threads", "BENCH_THREADS": "10"},
     {"BENCH_POOL": "solo"},
 )
-TRYOUTS: dict[str, tuple[tuple[dict[str, str], ...], tuple[str, ...]]] = {
+CANDIDATES: dict[str, tuple[tuple[dict[str, str], ...], tuple[str, ...]]] = {
     "pgqueuer": (
         (
             *({"BENCH_BATCH": size} for size in ("10", "100", "500", "1000")),
@@ -72,41 +72,41 @@ def main() -> int:
     HOME.mkdir(exist_ok=True)
     known = {workload.name: workload for workload in plan.WORKLOADS}
     with Postgres() as postgres, Redis() as redis:
-        stage = workloads.Stage(postgres, redis)
-        for peer in peers.find(options.peers.split(",") if options.peers else list(TRYOUTS)):
+        testbed = workloads.Testbed(postgres, redis)
+        for peer in peers.find(options.peers.split(",") if options.peers else list(CANDIDATES)):
             peer.install()
-            stage.setup(peer)
-            variants, names = TRYOUTS[peer.name]
+            testbed.setup(peer)
+            variants, names = CANDIDATES[peer.name]
             for name in (n for n in names if n.startswith(options.only)):
-                run = plan.Run(stage, None, options.scale, 0)  # type: ignore[arg-type]
-                _try(run, peer, known[name], variants, options.rounds)
+                run = plan.Run(testbed, None, options.scale, 0)  # type: ignore[arg-type]
+                _compare(run, peer, known[name], variants, options.rounds)
     return 0
 
 
-def _try(
+def _compare(
     run: plan.Run,
     peer: peers.Peer,
     workload: plan.Workload,
     variants: tuple[dict[str, str], ...],
     rounds: int,
 ) -> None:
-    found: dict[str, list[float]] = defaultdict(list)
-    used: dict[str, list[float]] = defaultdict(list)
+    measured: dict[str, list[float]] = defaultdict(list)
+    cpu_times: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for variant in variants:
-            label = told(variant) or "as it is set up"
+            label = format_settings(variant) or "adapter's settings"
             try:
                 with in_environment(variant):
                     figures = workload.measure(run, peer)[workload.name]
-                found[label].append(figures.get("jobs_per_second") or figures["call_p50_ms"])
-                used[label].append(
+                measured[label].append(figures.get("jobs_per_second") or figures["call_p50_ms"])
+                cpu_times[label].append(
                     figures.get("client_cpu_us", 0) + figures.get("server_cpu_us", 0)
                 )
             except (AdapterError, AssertionError) as error:
                 print(f"{peer.name} {label}: {str(error).splitlines()[0]}", flush=True)
-    for label, values in found.items():
+    for label, values in measured.items():
         spread = f"[{min(values):,.2f} … {max(values):,.2f}]"
-        cpu = statistics.median(used[label])
+        cpu = statistics.median(cpu_times[label])
         line = (
             f"{peer.name:<14} {workload.name:<13} {label:<40} {statistics.median(values):>10,.2f}"
         )
@@ -115,10 +115,10 @@ def _try(
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.compare_settings", description=__doc__)
-    parser.add_argument("--peers", help="names, separated by commas")
-    parser.add_argument("--only", default="", help="workloads whose names begin so")
+    parser.add_argument("--peers", help="comma-separated names")
+    parser.add_argument("--only", default="", help="workloads whose names start with this")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scale", type=float, default=0.3, help="of the numbers of jobs")
+    parser.add_argument("--scale", type=float, default=0.3, help="factor on the numbers of jobs")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Millions of jobs in a queue, put there by one statement inside the database: in the state in which the
-queue's own functions would have left them, which `check` proves row by row.
+"""Fills a queue with millions of jobs by one statement inside the database. The rows are equal to those that the SQL
+functions of the queue would have written; `check` proves it column by column.
 
-`burn` gives jobs a whole life (due, claimed, ended) in bulk, for the dead entries that this leaves."""
+`churn` claims and completes jobs in bulk, for the dead index entries that this leaves."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from bench.services import Postgres
 
 PAD = "x" * 76
-# Ids are those of PostgreSQL 18, which is what the benchmarks bring along.
-ARRIVED = 10_000  # a second: a backlog has built up over minutes, not in a moment
-KEYS = 1000  # the blocked wait behind so many jobs that are not due
+# uuidv7() needs PostgreSQL 18, which is the version of the embedded server.
+JOBS_PER_SECOND = 10_000  # arrival rate of a backlog: it has grown over minutes, not in a moment
+ORDERING_KEYS = 1000  # of the blocked jobs; each key is held by a job that is not due
 LEASE = timedelta(minutes=10)
-BURN = 1000
+CHURN_BATCH_JOBS = 1000
 
 PENDING = """
     INSERT INTO howdah.live_jobs (id, job_type, run_at, created_at, data)
@@ -36,7 +36,7 @@ SCHEDULED = """
     SELECT uuidv7(), $1::text, clock_timestamp() + interval '1 day',
            jsonb_build_object('number', n, 'pad', $3::text)
     FROM generate_series(0, $2::bigint - 1) AS n"""
-# For each key one that is not due and holds it, and the others behind.
+# Per key one job that holds it and is not due, and the blocked jobs.
 BLOCKED = """
     INSERT INTO howdah.live_jobs (id, job_type, run_at, data, ordering_key, blockers, holds_key)
     SELECT uuidv7(), $1::text,
@@ -58,7 +58,7 @@ LANES = """
     SELECT howdah.add_lane('default', $1::text || CASE WHEN $2 > 1 THEN n::text ELSE '' END, 100)
     FROM generate_series(0, $2::int - 1) AS n"""
 
-# A peer's own tables, and the whole life of a job in them, as its worker would write it.
+# The tables of other peers, and the statements by which their workers claim and complete jobs.
 PEERS = {
     "pgqueuer": {
         "fill": "INSERT INTO pgqueuer (priority, entrypoint, payload, status) SELECT 0, 'job', "
@@ -77,9 +77,9 @@ PEERS = {
         ")::graphile_worker.job_spec)) FROM generate_series($1::bigint, $2::bigint - 1) AS n "
         "GROUP BY n / 5000) AS added",
         "claim": "UPDATE graphile_worker._private_jobs SET attempts = attempts + 1, "
-        "locked_by = 'burn', locked_at = now() WHERE id = ANY (ARRAY (SELECT id "
+        "locked_by = 'churn', locked_at = now() WHERE id = ANY (ARRAY (SELECT id "
         "FROM graphile_worker._private_jobs WHERE is_available ORDER BY priority, run_at LIMIT $1))",
-        "end": "DELETE FROM graphile_worker._private_jobs WHERE locked_by = 'burn'",
+        "end": "DELETE FROM graphile_worker._private_jobs WHERE locked_by = 'churn'",
         "index": "graphile_worker.jobs_main_index",
         "live": "SELECT count(*) FROM graphile_worker._private_jobs WHERE is_available",
     },
@@ -87,14 +87,14 @@ PEERS = {
 
 
 class Filler:
-    """Fills and burns in one database of the server."""
+    """Fills one database of the server."""
 
     def __init__(self, postgres: Postgres, database: str) -> None:
         self._postgres = postgres
         self._database = database
 
     def run(self, sql: str, *parameters: Any) -> None:
-        """One statement, without triggers and without waiting for the disk: a state, not a measurement."""
+        """Run one statement without triggers and without waiting for the disk: this is setup, not measured."""
 
         async def fill() -> None:
             connection = await asyncpg.connect(self._postgres.url(self._database))
@@ -108,37 +108,42 @@ class Filler:
         asyncio.run(fill())
 
     def pending(
-        self, job_type: str, first: int, end: int, types: int = 1, rate: int | None = ARRIVED
+        self,
+        job_type: str,
+        first: int,
+        end: int,
+        types: int = 1,
+        rate: int | None = JOBS_PER_SECOND,
     ) -> None:
-        """Jobs number `first` to `end`, of several types in turn if so many are wanted. They came at so
-        many a second, the last of them just now; or, without a rate, all at once."""
+        """Pending jobs with the numbers `first` to `end`, alternating between `types` job types. They arrived at `rate`
+        jobs per second, the last one now; without a rate, all at once."""
         self.run(LANES, job_type, types)
-        pause = timedelta(seconds=1 / rate if rate else 0)
+        interval = timedelta(seconds=1 / rate if rate else 0)
         if end > first:
-            self.run(PENDING, job_type, first, end, types, PAD, pause)
+            self.run(PENDING, job_type, first, end, types, PAD, interval)
 
     def scheduled(self, job_type: str, jobs: int) -> None:
-        """Jobs for tomorrow, in the same lane."""
+        """Jobs that are due tomorrow, in the same lane."""
         self.run(SCHEDULED, job_type, jobs, PAD)
 
     def blocked(self, job_type: str, jobs: int) -> None:
-        """Jobs behind others that are not due."""
-        self.run(BLOCKED, job_type, jobs, PAD, min(KEYS, max(1, jobs // 10)))
+        """Jobs that are blocked by key holders that are not due."""
+        self.run(BLOCKED, job_type, jobs, PAD, min(ORDERING_KEYS, max(1, jobs // 10)))
 
     def finished(self, job_type: str, jobs: int) -> None:
-        """History of today."""
+        """Jobs completed today."""
         self.run(FINISHED, job_type, jobs, PAD)
 
-    def settle(self) -> None:
-        """What autovacuum and the checkpointer would have done meanwhile."""
+    def vacuum(self) -> None:
+        """What autovacuum and the checkpointer would have done in the meantime."""
         self._postgres.query("VACUUM ANALYZE", database=self._database)
         self._postgres.checkpoint()
 
-    # ── the same by the functions ─────────────────────────────────────────────────────────────────
+    # ── comparison with the SQL functions ─────────────────────────────────────────────────────────
 
     def check(self) -> None:
-        """Raise unless every kind of row equals one that the functions have made. For an empty queue,
-        which it leaves with a few jobs of a type of their own."""
+        """Raise unless every kind of row equals one written by the SQL functions. Needs an empty queue, and leaves a
+        few jobs of separate types in it."""
         asyncio.run(self._check())
 
     async def _check(self) -> None:
@@ -148,12 +153,12 @@ class Filler:
             await asyncio.to_thread(fill, f"filled-{n}")
         connection = await asyncpg.connect(self._postgres.url(self._database))
         try:
-            await self._make_by_functions(connection)
+            await self._write_by_functions(connection)
             made, filled = [await self._rows(connection, kind) for kind in ("made", "filled")]
         finally:
             await connection.close()
         if made != filled or len(made) != 5:
-            raise AssertionError(f"the functions leave\n{made}\nand filling leaves\n{filled}")
+            raise AssertionError(f"the functions write\n{made}\nand filling writes\n{filled}")
 
     def pending_one(self, job_type: str) -> None:
         self.pending(job_type, 0, 1)
@@ -167,7 +172,7 @@ class Filler:
     def finished_one(self, job_type: str) -> None:
         self.finished(job_type, 1)
 
-    async def _make_by_functions(self, connection: asyncpg.Connection) -> None:
+    async def _write_by_functions(self, connection: asyncpg.Connection) -> None:
         data = {"number": 0, "pad": PAD}
         for job in (
             {"job_type": "made-0"},
@@ -190,7 +195,7 @@ class Filler:
         )
 
     async def _rows(self, connection: asyncpg.Connection, kind: str) -> list[Any]:
-        """The rows of one kind, with times and random ids as whether they are there."""
+        """The rows of one kind; times and random ids only as whether they are NULL."""
         names = ("id", "seq", "lease_id", "created_at", "claimed_at", "started_at", "completed_at")
         rows = await connection.fetch(
             "SELECT to_jsonb(j) - $1::text[] || jsonb_build_object("
@@ -206,34 +211,34 @@ class Filler:
 
 
 def fill_peer(postgres: Postgres, peer: str, database: str, first: int, end: int) -> None:
-    """Jobs in the table of another queue."""
+    """Insert jobs into the table of another peer."""
     Filler(postgres, database).run(PEERS[peer]["fill"], first, end, PAD)
 
 
-def burn(postgres: Postgres, peer: str, database: str, jobs: int, job_type: str) -> None:
-    """Let so many jobs be claimed and ended, in bulk: Howdah's by its own functions, those of others by
-    what their workers would write."""
+def churn(postgres: Postgres, peer: str, database: str, jobs: int, job_type: str) -> None:
+    """Claim and complete so many jobs in bulk: Howdah's by its SQL functions, those of other peers by the statements
+    of their workers."""
     if peer == "howdah":
-        asyncio.run(_burn(postgres.url(database), jobs, job_type))
+        asyncio.run(_churn(postgres.url(database), jobs, job_type))
         return
     for at in range(0, jobs, 10_000):
-        few = min(10_000, jobs - at)
-        postgres.query(PEERS[peer]["claim"], few, database=database)
+        batch = min(10_000, jobs - at)
+        postgres.query(PEERS[peer]["claim"], batch, database=database)
         postgres.query(PEERS[peer]["end"], database=database)
 
 
-async def _burn(url: str, jobs: int, job_type: str) -> None:
+async def _churn(url: str, jobs: int, job_type: str) -> None:
     connection = await asyncpg.connect(url)
     try:
         await connection.execute("SET synchronous_commit = off")
         left = jobs
         while left > 0:
             rows = await connection.fetch(
-                "SELECT id, lease_id FROM howdah.claim_job_batch('burn', $1::text[], $2::int, $3::interval)",
-                [job_type], min(BURN, left), LEASE,
+                "SELECT id, lease_id FROM howdah.claim_job_batch('churn', $1::text[], $2::int, $3::interval)",
+                [job_type], min(CHURN_BATCH_JOBS, left), LEASE,
             )  # fmt: skip
             if not rows:
-                raise AssertionError(f"{left:,} of {jobs:,} jobs to burn are missing")
+                raise AssertionError(f"{left:,} of {jobs:,} jobs to claim are missing")
             done = await connection.fetch(
                 "SELECT * FROM howdah.complete_jobs($1::uuid[], $2::uuid[], NULL)",
                 [row["id"] for row in rows],
@@ -246,7 +251,7 @@ async def _burn(url: str, jobs: int, job_type: str) -> None:
 
 @contextlib.contextmanager
 def held_transaction(postgres: Postgres, database: str) -> Iterator[None]:
-    """A transaction with a snapshot, forgotten by somebody in the same database."""
+    """A transaction with a snapshot that stays open in the same database."""
     loop = asyncio.new_event_loop()
     connection = loop.run_until_complete(asyncpg.connect(postgres.url(database)))
     try:
@@ -259,8 +264,7 @@ def held_transaction(postgres: Postgres, database: str) -> Iterator[None]:
 
 
 def dead_entries(postgres: Postgres, peer: str, database: str) -> int:
-    """Entries of the index that claims walk along which lead to no job: all there are in its pages, less
-    those of jobs that wait."""
+    """Dead entries of the index that claims scan: all entries in its pages, minus those of pending jobs."""
     howdah = {
         "index": "howdah.live_jobs_pending",
         "live": "SELECT count(*) FROM howdah.live_jobs WHERE status = 'pending' AND blockers = 0",

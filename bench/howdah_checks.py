@@ -1,6 +1,6 @@
-"""What every round over Howdah's tables must prove while its worker still runs, ceilings included: that the
-figures were not bought with promises. History is complete, fences hold, and both ends of a job's life were
-committed durably. What was found is kept with the figures of the round."""
+"""What every round on Howdah's tables must prove while its worker still runs, ceilings included: the figures do not
+come from broken promises. The history is complete, a stale fence is rejected, and enqueues and acknowledgements were
+committed durably. The proof is stored with the figures of the round."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from bench.peers import Peer
     from bench.services import Postgres
-    from bench.workloads import Stage
+    from bench.workloads import Testbed
 
-# Says under which settings rows really were committed, whoever wrote them and through whatever function: it runs
-# as the last thing before the commit, which reads the setting then.
+# Records the settings under which rows were committed, independent of the writer and of the function: a deferred
+# trigger runs last before the commit, which reads the setting at that time.
 PROBE = (
     "CREATE TABLE public.bench_probe (relation text, fsync text, synchronous_commit text)",
     """CREATE FUNCTION public.bench_probe() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -32,12 +32,12 @@ PROBE = (
     """CREATE CONSTRAINT TRIGGER bench_probe AFTER INSERT ON howdah.finished_jobs
     DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION public.bench_probe('acknowledgement')""",
 )
-PROBES = 256  # so many that a bulk enqueue goes the way of a large one
-PATIENCE = 30.0
+PROBE_JOBS = 256  # enough that a bulk enqueue takes the path of a large one
+HISTORY_TIMEOUT_SECONDS = 30.0
 
 
 def prove(
-    stage: Stage,
+    testbed: Testbed,
     peer: Peer,
     jobs: int,
     handler: str = "async",
@@ -45,31 +45,31 @@ def prove(
     work: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> int:
-    """Raise unless all of it holds, and keep what was found. Gives how many more jobs were run for it.
+    """Raise unless all of it holds, and store the proof. Returns the number of additional jobs that were run.
 
-    `how` is the way in which this round enqueues; `work` is called where no worker runs by itself."""
-    postgres, database = stage.postgres, f"bench_{peer.name}"
+    `how` is the way in which this round enqueues; `work` is called if no worker is running."""
+    postgres, database = testbed.postgres, f"bench_{peer.name}"
     _wait_for_history(postgres, database, jobs)
     for statement in PROBE:
         postgres.query(statement, database=database)
-    request = {"handler": handler, "how": how, "first": jobs, "jobs": PROBES, **options}
-    with stage.launch(peer, "enqueue", **request) as producer:
+    request = {"handler": handler, "how": how, "first": jobs, "jobs": PROBE_JOBS, **options}
+    with testbed.launch(peer, "enqueue", **request) as producer:
         producer.expect("ready")
         producer.go()
         producer.expect("done")
     work()
-    _wait_for_history(postgres, database, jobs + PROBES)
-    stage.checked = {
+    _wait_for_history(postgres, database, jobs + PROBE_JOBS)
+    testbed.checked = {
         "history_rows": jobs,
-        **_witnessed(postgres, database),
-        "stale_acknowledgement": be_refused(postgres, database),
+        **_commit_settings(postgres, database),
+        "stale_acknowledgement": stale_acknowledgement(postgres, database),
     }
-    return PROBES
+    return PROBE_JOBS
 
 
 def _wait_for_history(postgres: Postgres, database: str, jobs: int) -> None:
-    """Exactly so many rows of history, and nothing else."""
-    end = time.monotonic() + PATIENCE
+    """Wait until exactly so many jobs are completed and no other job exists."""
+    deadline = time.monotonic() + HISTORY_TIMEOUT_SECONDS
     while True:
         completed, others = postgres.query(
             "SELECT count(*) FILTER (WHERE status = 'completed'), "
@@ -78,15 +78,15 @@ def _wait_for_history(postgres: Postgres, database: str, jobs: int) -> None:
         )[0]
         if completed == jobs and others == 0:
             return
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise AssertionError(
-                f"of {jobs:,} jobs {completed:,} are in history; {others:,} others"
+                f"of {jobs:,} jobs {completed:,} are completed; {others:,} others exist"
             )
         time.sleep(0.05)
 
 
-def _witnessed(postgres: Postgres, database: str) -> dict[str, str | int]:
-    """The settings under which the probes were enqueued and acknowledged, by whoever did it."""
+def _commit_settings(postgres: Postgres, database: str) -> dict[str, str | int]:
+    """The settings under which the probes were enqueued and acknowledged."""
     rows = postgres.query(
         "SELECT relation, count(*), string_agg(DISTINCT fsync, ' and '), "
         "string_agg(DISTINCT synchronous_commit, ' and ') "
@@ -94,25 +94,25 @@ def _witnessed(postgres: Postgres, database: str) -> dict[str, str | int]:
         database=database,
     )
     found = [tuple(row) for row in rows]
-    if found != [(name, PROBES, "on", "on") for name in ("acknowledgement", "enqueue")]:
-        raise AssertionError(f"not durable, or not witnessed: {found}")
+    if found != [(name, PROBE_JOBS, "on", "on") for name in ("acknowledgement", "enqueue")]:
+        raise AssertionError(f"not durable, or not recorded: {found}")
     return {
         "fsync": rows[0][2],
         "synchronous_commit_of_acknowledgements": rows[0][3],
         "synchronous_commit_of_enqueues": rows[1][3],
-        "witnessed_jobs": PROBES,
+        "witnessed_jobs": PROBE_JOBS,
     }
 
 
-def be_refused(postgres: Postgres, database: str) -> str:
-    """Lose a lease, then try to complete the job all the same. Gives how that was refused."""
+def stale_acknowledgement(postgres: Postgres, database: str) -> str:
+    """Lose a lease, then try to complete the job. Returns how that was rejected."""
     with contextlib.closing(JobQueue(postgres.url(database))) as queue:
         queue.enqueue("stale")
         job = queue.claim_one("stale")
         if job is None or queue.recover_stale_jobs(timeout=0) < 1:
-            raise AssertionError("there was no lease to lose")
+            raise AssertionError("no lease was recovered")
         try:
             queue.complete(job)
-        except LeaseLost as refusal:
-            return f"refused: {type(refusal).__name__}"
+        except LeaseLost as error:
+            return f"refused: {type(error).__name__}"
     raise AssertionError("a stale acknowledgement was accepted")

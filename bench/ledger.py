@@ -1,8 +1,8 @@
-"""Which handlers ran, how often, and when: a file that the processes of a round share in memory.
+"""Which handlers ran, how often, and when: a file that the processes of a round share as mapped memory.
 
-Handlers mark the number of their job; nothing is inferred from a queue being empty. Layout, in 64-bit
-integers: `PROCESSES` counters, one for each process that runs handlers, then one start time for each job
-(nanoseconds of the system's monotonic clock, which all processes of a machine share; 0: never ran)."""
+Handlers mark the number of their job; an empty queue proves nothing. Layout, in 64-bit integers: `PROCESSES`
+counters, one for each process that runs handlers, then one start time for each job (nanoseconds of the monotonic
+clock, which all processes of a machine share; 0: never ran)."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ PROCESSES = 64
 
 
 class Ledger:
-    """The shared memory. `mark` is what handlers call."""
+    """The shared memory. Handlers call `mark`."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = open(path, "r+b")  # noqa: SIM115
         self._map = mmap.mmap(self._file.fileno(), 0)
         self._cells = memoryview(self._map).cast("q")
         self.starts = self._cells[PROCESSES:]
-        self._own = -1
+        self._counter = -1
         self._count = 0
-        os.register_at_fork(after_in_child=self._forget_counter)
+        os.register_at_fork(after_in_child=self._reset_counter)
 
     @classmethod
     def create(cls, path: Path, jobs: int) -> Ledger:
-        """A new one, all zero."""
+        """A new ledger, all zero."""
         with path.open("wb") as file:
             file.truncate(8 * (PROCESSES + jobs))
         return cls(path)
 
     def mark(self, number: int) -> None:
-        """Say that the handler of this job starts now."""
+        """Record that the handler of this job starts now."""
         self.starts[number] = time.monotonic_ns()
-        if self._own < 0:
-            self._take_counter()
+        if self._counter < 0:
+            self._reserve_counter()
         self._count += 1
-        self._cells[self._own] = self._count
+        self._cells[self._counter] = self._count
 
-    def _take_counter(self) -> None:
-        """A counter that no other process adds to."""
+    def _reserve_counter(self) -> None:
+        """Reserve a counter for this process."""
         fcntl.lockf(self._file, fcntl.LOCK_EX)
-        self._own = next(n for n in range(PROCESSES) if self._cells[n] == 0)
-        self._cells[self._own] = 1
+        self._counter = next(n for n in range(PROCESSES) if self._cells[n] == 0)
+        self._cells[self._counter] = 1
         fcntl.lockf(self._file, fcntl.LOCK_UN)
 
-    def _forget_counter(self) -> None:
-        self._own, self._count = -1, 0
+    def _reset_counter(self) -> None:
+        self._counter, self._count = -1, 0
 
     @property
     def executed(self) -> int:
-        """How many handlers have started, in all processes."""
+        """The number of handlers started, in all processes."""
         return sum(self._cells[:PROCESSES])
 
     def check(self, jobs: int, *, once: bool = True) -> int:
-        """Raise unless these jobs ran, each exactly once if so asked. Gives how many more runs there were."""
+        """Raise unless all jobs ran, each exactly once if `once`. Returns the number of additional runs."""
         missing = sum(not start for start in self.starts[:jobs])
         if missing or self.executed < jobs or (once and self.executed > jobs):
             raise AssertionError(
@@ -70,6 +70,6 @@ class Ledger:
         return self.executed - jobs
 
     def rate(self, first: int, jobs: int) -> float:
-        """Jobs a second, from the first start of a handler to the last."""
+        """Jobs per second, from the first start of a handler to the last."""
         starts = self.starts[first : first + jobs]
         return (jobs - 1) * 1e9 / max(1, max(starts) - min(starts))

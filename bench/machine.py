@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine that the figures were measured on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe() -> dict[str, str | int | float]:
-    """The facts about this machine that figures depend on."""
+    """The properties of this machine that figures depend on."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),

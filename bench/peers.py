@@ -1,5 +1,5 @@
-"""Who is measured: where each peer's environment comes from, which server it needs, and how much work it is
-given. Sizes differ, as a slow peer would keep everybody waiting; rates do not depend on them."""
+"""The peers: the environment of each, the server that it needs, and the number of jobs in its rounds. Slow peers get
+fewer jobs, which saves time and does not change their rates."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from bench.adapter_process import HOME, ROOT
 
 
 class NotInstalled(Exception):
-    """A peer cannot be measured here, and why."""
+    """A peer cannot be measured here; the text says why."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One peer. `workloads` beyond those that all take part in are named by the peer."""
+    """One peer, and the optional workloads that it takes part in."""
 
     name: str
     title: str
     service: Literal["postgres", "redis"]
     requirements: tuple[str, ...] = ()
-    """Of its own environment; none: the environment that runs the benchmarks."""
+    """The packages of its own environment. Empty: it runs in the environment of the benchmarks."""
     python: tuple[int, int] = (3, 11)
     is_node: bool = False
     is_ceiling: bool = False
     drain: int = 20_000
-    """Jobs of a round of no-op jobs."""
+    """Jobs per round of no-op jobs."""
     single: int = 1_500
-    """Jobs of a round of single enqueues, one after the other."""
+    """Jobs per round of single enqueues, one after the other."""
     counted: str = ""
-    """What counts the jobs in its queue, in SQL or for Redis. Howdah's are counted as they run."""
+    """The SQL query or Redis command that counts the jobs in its queue. Howdah's jobs are counted as they run."""
     takes: frozenset[str] = field(default_factory=frozenset)
-    """Optional workloads that it takes part in."""
-
+    """The optional workloads that it takes part in."""
     variants: tuple[dict[str, str], ...] = ()
-    """Settings, in the variables that its adapter reads, of which a run tries all and takes the best."""
+    """Settings, as variables that its adapter reads. A run tries all of them and uses the best."""
 
     @property
     def is_ours(self) -> bool:
-        """Works on Howdah's tables, and proves what Howdah promises."""
+        """Whether it works on Howdah's tables and must prove what Howdah promises."""
         return self.name == "howdah" or self.is_ceiling
 
     @property
@@ -51,7 +50,7 @@ class Peer:
         return HOME / ("node" if self.is_node else f"venvs/{self.name}")
 
     def command(self) -> list[str]:
-        """What starts its adapter."""
+        """The command that starts its adapter."""
         if self.is_node:
             return [_require("node"), str(ROOT / "bench" / "adapters" / f"{self.name}.cjs")]
         python = str(self.home / "bin" / "python") if self.requirements else sys.executable
@@ -62,7 +61,7 @@ class Peer:
         return {"NODE_PATH": str(self.home / "node_modules")} if self.is_node else {}
 
     def install(self) -> str:
-        """Make its environment unless it is there; gives the version of the peer."""
+        """Create its environment unless it exists; returns the version of the peer."""
         if not self.requirements:
             return _version(sys.executable, "howdah")
         stamp = self.home / "installed"
@@ -85,11 +84,11 @@ class Peer:
         _run([_require("npm"), "install", *options, *self.requirements])
 
 
-# The optional workloads are for the rivals that come near, lest everybody waits for the others.
+# Some optional workloads are only for the fastest peers, to limit the time of a run.
 ALL = frozenset({"drain-io", "steady"})
 ON_POSTGRES = ALL | {"pickup-commit", "enqueue-transaction"}
-NEAR = frozenset({"pickup-loaded", "enqueue-16p"})
-MAIN = ON_POSTGRES | NEAR | {"pickup-loaded-commit", "payload"}
+FAST_PEERS = frozenset({"pickup-loaded", "enqueue-16p"})
+MAIN = ON_POSTGRES | FAST_PEERS | {"pickup-loaded-commit", "payload"}
 EVERYTHING = MAIN | {"drain-thread", "drain-process", "progress"}
 UVLOOP = "uvloop==0.23.0"
 PSYCOPG = "psycopg[binary]==3.3.8"
@@ -144,7 +143,7 @@ PEERS = [
         ("saq[redis,hiredis]==0.26.4", "typing-extensions", UVLOOP),
         drain=6_000,
         counted="LLEN saq:default:queued",
-        takes=ALL | NEAR | {"drain-thread"},
+        takes=ALL | FAST_PEERS | {"drain-thread"},
     ),
     Peer(
         "celery",
@@ -175,7 +174,7 @@ def find(names: list[str] | None) -> list[Peer]:
 
 
 def _python(oldest: tuple[int, int]) -> str:
-    """This Python if it is new enough, else the newest that is: of the path, or of pyenv."""
+    """This Python if it is new enough, otherwise the newest one in the path or in pyenv."""
     if sys.version_info[:2] >= oldest:
         return sys.executable
     for minor in range(20, oldest[1] - 1, -1):
@@ -185,12 +184,12 @@ def _python(oldest: tuple[int, int]) -> str:
             *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")),
         ]
         for path in filter(None, found):
-            said = subprocess.run(
+            probe = subprocess.run(
                 [str(path), "-c", "import venv"], capture_output=True, check=False
             )
-            if said.returncode == 0:
+            if probe.returncode == 0:
                 return str(path)
-    raise NotInstalled(f"it needs Python {oldest[0]}.{oldest[1]} or newer, and there is none")
+    raise NotInstalled(f"it needs Python {oldest[0]}.{oldest[1]} or newer, which is not installed")
 
 
 def _require(program: str) -> str:

@@ -1,5 +1,5 @@
-"""Which workloads are run for whom, in which order: round by round, peer by peer, so that whatever else
-happens on the machine meets everybody alike."""
+"""Which peers run which workloads, in which order: round by round, peer by peer, so that other load on the machine
+affects all peers alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bench import pgbench, workloads
 from bench.adapter_process import AdapterError
-from bench.auto_tuning import Choices, in_environment
+from bench.auto_tuning import AutoTuning, in_environment
 
 if TYPE_CHECKING:
     import argparse
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     from bench.peers import Peer
     from bench.results import Results
-    from bench.workloads import Figures, Stage
+    from bench.workloads import Figures, Testbed
 
 QUICK_PEERS = ("howdah", "pgqueuer", "bare", "pipelined", "pgbench")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The circumstances of a round: the scale of the whole run and what was measured before."""
+    """The context of a round: the testbed, the scale of the run, and earlier results."""
 
-    stage: Stage
+    testbed: Testbed
     results: Results
     scale: float
     steady: float
@@ -42,64 +42,63 @@ Outcome = dict[str, "Figures"]  # workload → figures
 
 @dataclass(frozen=True)
 class Workload:
-    """A kind of work. One function may measure two kinds at once, as filling and draining."""
+    """A workload. One function may measure two at once, such as filling and draining."""
 
     name: str
     measure: Callable[[Run, Peer], Outcome]
     optional: bool = False
-    """Only for peers that say they take part."""
+    """Only for peers that list it."""
     ceilings: bool = False
     quick: bool = False
     also: tuple[str, ...] = ()
-    """What else it records."""
+    """Other workloads that it records."""
 
 
 def _drain(run: Run, peer: Peer) -> Outcome:
     if peer.name == "pgbench":
-        return {"drain-async": pgbench.drain(run.stage, peer, run.jobs(peer.drain))}
-    told = workloads.drain(run.stage, peer, run.jobs(peer.drain))
-    outcome = {"drain-async": told["drain"]}
+        return {"drain-async": pgbench.drain(run.testbed, peer, run.jobs(peer.drain))}
+    figures = workloads.drain(run.testbed, peer, run.jobs(peer.drain))
+    outcome = {"drain-async": figures["drain"]}
     if not peer.is_ceiling:
-        outcome["enqueue-bulk"] = told["fill"]
+        outcome["enqueue-bulk"] = figures["fill"]
     return outcome
 
 
 def _drain_as(handler: str, share: float) -> Callable[[Run, Peer], Outcome]:
     def measure(run: Run, peer: Peer) -> Outcome:
         jobs = run.jobs(int(peer.drain * share))
-        return {f"drain-{handler}": workloads.drain(run.stage, peer, jobs, handler)["drain"]}
+        return {f"drain-{handler}": workloads.drain(run.testbed, peer, jobs, handler)["drain"]}
 
     return measure
 
 
 def _payload(size: int) -> Callable[[Run, Peer], Outcome]:
     def measure(run: Run, peer: Peer) -> Outcome:
-        told = workloads.drain(run.stage, peer, run.jobs(peer.drain // 3), payload=size)
-        fill = {"enqueue_" + name: value for name, value in told["fill"].items()}
-        return {f"payload-{size}": told["drain"] | fill}
+        figures = workloads.drain(run.testbed, peer, run.jobs(peer.drain // 3), payload=size)
+        fill = {"enqueue_" + name: value for name, value in figures["fill"].items()}
+        return {f"payload-{size}": figures["drain"] | fill}
 
     return measure
 
 
 def _pickup_idle(run: Run, peer: Peer) -> Outcome:
-    return {"pickup-idle": workloads.pickup(run.stage, peer, run.jobs(SAMPLES))}
+    return {"pickup-idle": workloads.pickup(run.testbed, peer, run.jobs(SAMPLES))}
 
 
 def _pickup_commit(run: Run, peer: Peer) -> Outcome:
-    figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), how="transaction")
+    figures = workloads.pickup(run.testbed, peer, run.jobs(SAMPLES), how="transaction")
     return {"pickup-commit": figures}
 
 
 def _pickup_loaded(name: str, how: str) -> Callable[[Run, Peer], Outcome]:
-    """Half of what this peer was seen to do in this run with enqueueing and draining at once, which is what
-    happens here."""
+    """Under half of the load that this peer sustained in the steady workload of this run."""
 
     def measure(run: Run, peer: Peer) -> Outcome:
-        seen = run.results.summary("steady", peer.name, "jobs_per_second")
-        if seen is None:
-            raise AdapterError("no figure of a steady state to take half of")
-        load = seen.median / 2
-        figures = workloads.pickup(run.stage, peer, run.jobs(SAMPLES), how, load)
+        steady = run.results.summary("steady", peer.name, "jobs_per_second")
+        if steady is None:
+            raise AdapterError("the steady workload has no figure for this peer")
+        load = steady.median / 2
+        figures = workloads.pickup(run.testbed, peer, run.jobs(SAMPLES), how, load)
         return {name: figures | {"load_jobs_per_second": load}}
 
     return measure
@@ -108,19 +107,19 @@ def _pickup_loaded(name: str, how: str) -> Callable[[Run, Peer], Outcome]:
 def _enqueue(name: str, factor: float, how: str, **options: int) -> Workload:
     def measure(run: Run, peer: Peer) -> Outcome:
         jobs = run.jobs(int(peer.single * factor))
-        return {name: workloads.enqueue_only(run.stage, peer, jobs, how, **options)}
+        return {name: workloads.enqueue_only(run.testbed, peer, jobs, how, **options)}
 
     return Workload(name, measure, optional=name in OPTIONAL, quick=name not in OPTIONAL)
 
 
 def _steady(run: Run, peer: Peer) -> Outcome:
-    return {"steady": workloads.steady(run.stage, peer, run.steady)}
+    return {"steady": workloads.steady(run.testbed, peer, run.steady)}
 
 
 def _progress(run: Run, peer: Peer) -> Outcome:
     jobs = run.jobs(1000)
-    figures = workloads.drain(run.stage, peer, jobs, "progress")["drain"]
-    reports = figures.pop("jobs_per_second") * workloads.REPORTS
+    figures = workloads.drain(run.testbed, peer, jobs, "progress")["drain"]
+    reports = figures.pop("jobs_per_second") * workloads.PROGRESS_REPORTS
     return {"progress": figures | {"reports_per_second": reports}}
 
 
@@ -147,12 +146,12 @@ WORKLOADS = [
 ]
 
 
-def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Namespace) -> bool:
-    """Run everything that was asked for. Gives whether all of Howdah's own rounds came to their end."""
+def run(testbed: Testbed, peers: list[Peer], results: Results, options: argparse.Namespace) -> bool:
+    """Run everything requested. Returns whether all of Howdah's rounds succeeded."""
     started = time.monotonic()
     scale = options.scale * (0.25 if options.quick else 1.0)
     chosen = tuple(options.only.split(",")) if options.only else ("",)
-    run = Run(stage, results, scale, options.steady)
+    run = Run(testbed, results, scale, options.steady)
     rounds = []
     for workload in WORKLOADS:
         if not workload.name.startswith(chosen) or (options.quick and not workload.quick):
@@ -162,30 +161,32 @@ def run(stage: Stage, peers: list[Peer], results: Results, options: argparse.Nam
         taking_part = [peer for peer in peers if _takes_part(peer, workload)]
         for number in range(1, options.rounds + 1):
             rounds += [(workload, peer, number) for peer in taking_part]
-    broken: set[tuple[str, str]] = set()
-    choices = Choices()
+    failed: set[tuple[str, str]] = set()
+    tuning = AutoTuning()
     for done, (workload, peer, number) in enumerate(rounds):
-        if (peer.name, workload.name) in broken:
+        if (peer.name, workload.name) in failed:
             continue
         passed = time.monotonic() - started
         if number > 1 and passed > 60 * options.minutes:
-            results.leave_out(f"{workload.name}, round {number}", "the time of the run was up")
+            results.leave_out(
+                f"{workload.name}, round {number}", "the time limit of the run was reached"
+            )
             continue
-        told = f"{_clock(passed)} {100 * done // len(rounds):>3} %"
-        _choose(run, workload, peer, choices, told)
-        with in_environment(choices.of(peer, workload.name)):
-            facts = choices.facts(peer, workload.name)
-            if not _measure(run, workload, peer, number, told, facts):
-                broken.add((peer.name, workload.name))
-    return not any(peer.startswith("howdah") for peer, _ in broken)
+        progress = f"{_clock(passed)} {100 * done // len(rounds):>3} %"
+        _tune(run, workload, peer, tuning, progress)
+        with in_environment(tuning.settings(peer, workload.name)):
+            facts = tuning.facts(peer, workload.name)
+            if not _measure(run, workload, peer, number, progress, facts):
+                failed.add((peer.name, workload.name))
+    return not any(peer.startswith("howdah") for peer, _ in failed)
 
 
-def _choose(run: Run, workload: Workload, peer: Peer, choices: Choices, progress: str) -> None:
-    """Try a peer's settings before its first round."""
+def _tune(run: Run, workload: Workload, peer: Peer, tuning: AutoTuning, progress: str) -> None:
+    """Choose a peer's settings before its first round."""
     small = replace(run, scale=run.scale * 0.3)
-    label = f"{progress}  {workload.name:<20} {peer.name:<14} tries its settings"
-    run.stage.show = lambda text: _line(f"{label}  {text}")
-    choices.make(peer, workload.name, lambda: workload.measure(small, peer)[workload.name])
+    label = f"{progress}  {workload.name:<20} {peer.name:<14} tuning its settings"
+    run.testbed.show = lambda text: _show_line(f"{label}  {text}")
+    tuning.tune(peer, workload.name, lambda: workload.measure(small, peer)[workload.name])
 
 
 def _clock(seconds: float) -> str:
@@ -202,16 +203,16 @@ def _takes_part(peer: Peer, workload: Workload) -> bool:
 def _measure(
     run: Run, workload: Workload, peer: Peer, number: int, progress: str, facts: dict[str, object]
 ) -> bool:
-    """One round of one peer. One that breaks is left out of the rest of this workload, and said so."""
+    """One round of one peer. A peer that fails is reported and left out of the rest of this workload."""
     label = f"{progress}  {workload.name:<20} {peer.name:<14} round {number}"
-    run.stage.checked = {}
-    run.stage.show = lambda text: _line(f"{label}  {text}")
-    _line(label)
+    run.testbed.checked = {}
+    run.testbed.show = lambda text: _show_line(f"{label}  {text}")
+    _show_line(label)
     started = time.monotonic()
     try:
         outcome = workload.measure(run, peer)
-    except Exception as error:  # whatever a peer breaks by, the others are measured
-        _line("")
+    except Exception as error:  # any failure of one peer must not stop the others
+        _show_line("")
         print(f"{_BACK}{label}  failed: {error}", flush=True)
         if not isinstance(error, AdapterError | AssertionError):
             traceback.print_exc()
@@ -219,10 +220,10 @@ def _measure(
         run.results.save()
         return False
     for name, figures in outcome.items():
-        run.results.record(name, peer.name, number, figures, run.stage.checked | facts)
-    told = "  ".join(_figure(*item) for figures in outcome.values() for item in figures.items())
-    _line("")
-    print(f"{_BACK}{label}  {told}  ({time.monotonic() - started:.0f} s)", flush=True)
+        run.results.record(name, peer.name, number, figures, run.testbed.checked | facts)
+    text = "  ".join(_figure(*item) for figures in outcome.values() for item in figures.items())
+    _show_line("")
+    print(f"{_BACK}{label}  {text}  ({time.monotonic() - started:.0f} s)", flush=True)
     return True
 
 
@@ -233,15 +234,15 @@ def _figure(name: str, value: float) -> str:
 _BACK = "\r" if sys.stdout.isatty() else ""
 
 
-def _line(text: str) -> None:
-    """Live progress, for people who watch."""
+def _show_line(text: str) -> None:
+    """Show live progress on a terminal."""
     if _BACK:
         print(f"{_BACK}{text:<100}", end="", flush=True)
 
 
 def overview(results: Results) -> str:
-    """The ratios, for the terminal."""
-    lines = ["", "Medians, and Howdah's figure over each peer's in the same round:"]
+    """The medians and ratios, for the terminal."""
+    lines = ["", "Medians, and Howdah's figure divided by each peer's in the same round:"]
     for workload, figure in HEADLINES:
         for peer in results.peers(workload):
             found = results.summary(workload, peer, figure)

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench import auto_tuning, bars, growth_report, peers, plots
+from bench import auto_tuning, goals, growth_report, peers, plots
 from bench.adapter_process import ROOT
-from bench.bars import CEILINGS, TITLES
+from bench.goals import CEILINGS, TITLES
 from bench.results import Results
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def write(results: Results) -> None:
         "`bench/results.json`, which contains every round. Do not edit it by hand.",
         _method(results.content),
         _machine(results.content),
-        bars.chapter(results),
+        goals.chapter(results),
         *(_section(results, name) for name in SECTIONS),
         _payloads(results),
         _growth(results),

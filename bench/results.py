@@ -1,5 +1,5 @@
-"""Rounds as they were measured, and the medians and spreads of them. Every figure of the report comes from
-`bench/results.json`, which this writes after each round.
+"""The measured rounds, with their medians and spreads. Every figure of the report comes from `bench/results.json`,
+which is written after each round.
 
     {"howdah": {…}, "machine": {…}, "postgres": {…}, "redis": {…}, "versions": {…}, "skipped": {…},
      "rounds": [{"workload": …, "peer": …, "round": 1, "figures": {"jobs_per_second": 1.0}, "facts": {…}}]}
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results.json"
-# The figures that other pages quote: where they are among the rounds of Howdah.
+# The figures that other pages quote: workload and figure of Howdah's rounds.
 SUMMARY = {
     "jobs_per_second": ("drain-async", "jobs_per_second"),
     "pickup_p50_ms": ("pickup-idle", "call_p50_ms"),
@@ -26,7 +26,7 @@ SUMMARY = {
 
 @dataclass(frozen=True)
 class Summary:
-    """What the rounds of one figure come to."""
+    """The summary of one figure over its rounds."""
 
     median: float
     low: float
@@ -35,7 +35,7 @@ class Summary:
 
 
 class Results:
-    """All that was measured, in a file. A workload that is run again replaces its older rounds."""
+    """All results, in a file. A workload that runs again replaces its older rounds."""
 
     def __init__(self, path: Path = RESULTS) -> None:
         self.path = path
@@ -48,11 +48,11 @@ class Results:
         return rounds
 
     def describe(self, **facts: Any) -> None:
-        """Set facts of the whole run: machine, versions, settings, what was skipped."""
+        """Set facts about the whole run: machine, versions, settings, skipped peers."""
         self.content.update(facts)
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say what has no figures, and why: of a long story the first line and the last."""
+        """Record what has no figures, and why; of a long text only the first and the last line."""
         lines = [line.strip() for line in why.splitlines() if line.strip()] or ["?"]
         short = lines[0] if len(lines) == 1 else f"{lines[0]}: {lines[-1]}"
         self.content.setdefault("skipped", {})[what] = short
@@ -83,14 +83,14 @@ class Results:
         self.save()
 
     def peers(self, workload: str) -> list[str]:
-        """Who took part, in the order in which they did."""
+        """The peers of a workload, in the order of their first rounds."""
         return list(dict.fromkeys(r["peer"] for r in self.rounds if r["workload"] == workload))
 
     def values(self, workload: str, peer: str, figure: str) -> list[float]:
         return list(self.by_round(workload, peer, figure).values())
 
     def by_round(self, workload: str, peer: str, figure: str) -> dict[int, float]:
-        """A figure, under the numbers of the rounds that have it."""
+        """A figure, by the numbers of the rounds that have it."""
         return {
             r["round"]: r["figures"][figure]
             for r in self.rounds
@@ -107,8 +107,8 @@ class Results:
     def ratios(
         self, workload: str, peer: str, other: str, figure: str, base: str = ""
     ) -> Summary | None:
-        """The peer's figure over the other's, in the same workload or in another as a base, taken round by
-        round: neighbours in time."""
+        """The peer's figure divided by the other's, in the same workload or in a base workload, round by round:
+        rounds with equal numbers ran close in time."""
         mine = self.by_round(workload, peer, figure)
         theirs = self.by_round(base or workload, other, figure)
         ratios = [mine[n] / theirs[n] for n in mine if theirs.get(n)]
@@ -129,6 +129,6 @@ class Results:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value that so much of the sample does not exceed."""
+    """The value that this share of the sample does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

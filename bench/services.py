@@ -1,5 +1,5 @@
-"""The servers that peers are measured on: one PostgreSQL for all who use PostgreSQL, with a database for
-each, and one Redis. Both are durable, listen on this machine alone, and are removed again."""
+"""The servers that peers are measured on: one PostgreSQL with a database per peer, and one Redis. Both are durable,
+listen only on this machine, and are removed at the end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from howdah.embedded.binaries import find_binaries
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What is not named here is PostgreSQL's default. Checkpoints are left to `checkpoint`, which every round
-# begins with: one that falls into a round by chance would tell nothing about a peer.
+# All other settings are PostgreSQL's defaults. Every round starts with an explicit checkpoint: one that happens
+# during a round by chance says nothing about a peer.
 POSTGRES_SETTINGS = {
     "fsync": "on",
     "synchronous_commit": "on",
@@ -51,7 +51,7 @@ class Postgres:
     def __enter__(self) -> Postgres:
         try:
             self._server.start()
-        except BaseException:  # also when told to end
+        except BaseException:  # also SystemExit
             self.__exit__()
             raise
         return self
@@ -67,7 +67,7 @@ class Postgres:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Where the server is, for programs that read PGHOST and the like."""
+        """The address of the server as libpq variables."""
         return {
             "PGHOST": str(self._server.socket_directory),
             "PGPORT": "5432",
@@ -82,12 +82,12 @@ class Postgres:
         return pid
 
     def program(self, name: str) -> str | None:
-        """A program of the same PostgreSQL, else the system's."""
+        """The path of a program of the same PostgreSQL, or of the system's."""
         own = find_binaries().directory / name
         return str(own) if own.exists() else shutil.which(name)
 
     def query(self, sql: str, *parameters: Any, database: str = "howdah") -> list[Any]:
-        """Run one statement on a connection of its own."""
+        """Run one statement on a new connection."""
 
         async def run() -> list[Any]:
             connection = await asyncpg.connect(self.url(database))
@@ -102,7 +102,7 @@ class Postgres:
         return self.query(sql, *parameters, database=database)[0][0]
 
     def recreate(self, database: str, template: str = "template0") -> None:
-        """Give a database of this name that is as its template is."""
+        """Drop a database and create it as a copy of its template."""
         self.query(f'DROP DATABASE IF EXISTS "{database}" WITH (FORCE)')
         self.query(f'CREATE DATABASE "{database}" TEMPLATE "{template}"')
 
@@ -113,11 +113,11 @@ class Postgres:
         self.query("CHECKPOINT")
 
     def wal_position(self) -> int:
-        """How many bytes of WAL were ever written."""
+        """The number of bytes of WAL written so far."""
         return int(self.value("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn"))
 
     def sizes(self, database: str) -> dict[str, int]:
-        """Bytes in tables and in indexes, as they are now."""
+        """The current bytes in tables and in indexes."""
         row = self.query(
             "SELECT coalesce(sum(pg_table_size(c.oid)), 0), coalesce(sum(pg_indexes_size(c.oid)), 0) "
             "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
@@ -127,14 +127,14 @@ class Postgres:
         return {"table_bytes": int(row[0]), "index_bytes": int(row[1])}
 
     def facts(self) -> dict[str, str]:
-        """Its version and the settings that matter, as the server itself tells them."""
+        """The version and the relevant settings, read from the server."""
         names = [*self.settings, "wal_level", "wal_sync_method", "autovacuum"]
         rows = self.query(
             "SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY ($1)", names
         )
-        told = {row[0]: row[1] for row in rows}
+        settings = {row[0]: row[1] for row in rows}
         version = str(self.value("SHOW server_version"))
-        return {"version": version} | {name: told[name] for name in names}
+        return {"version": version} | {name: settings[name] for name in names}
 
 
 class Redis:
@@ -157,9 +157,9 @@ class Redis:
         arguments = [part for k, v in (options | REDIS_SETTINGS).items() for part in (f"--{k}", v)]
         try:
             self._process = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL)
-            end = time.monotonic() + 30
-            while self._ask("PING") != "PONG":
-                if time.monotonic() > end or self._process.poll() is not None:
+            deadline = time.monotonic() + 30
+            while self._command("PING") != "PONG":
+                if time.monotonic() > deadline or self._process.poll() is not None:
                     raise RuntimeError("redis-server did not start")
                 time.sleep(0.02)
         except BaseException:
@@ -184,19 +184,19 @@ class Redis:
         return str(self._socket)
 
     def flush(self) -> None:
-        self._ask("FLUSHALL")
+        self._command("FLUSHALL")
 
     def count(self, command: str) -> int:
-        """The answer to a command that counts."""
-        return int((self._ask(command) or "").lstrip(":"))
+        """The integer reply of a command."""
+        return int((self._command(command) or "").lstrip(":"))
 
     def facts(self) -> dict[str, str]:
-        lines = (self._ask("INFO server") or "").splitlines()
-        told = dict(line.split(":", 1) for line in lines if ":" in line)
-        return {"version": told.get("redis_version", "?")} | REDIS_SETTINGS
+        lines = (self._command("INFO server") or "").splitlines()
+        info = dict(line.split(":", 1) for line in lines if ":" in line)
+        return {"version": info.get("redis_version", "?")} | REDIS_SETTINGS
 
-    def _ask(self, command: str) -> str | None:
-        """Send one command in Redis's inline form; an answer of one line or one bulk string."""
+    def _command(self, command: str) -> str | None:
+        """Send one inline command to Redis; the reply is one line or one bulk string."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
             link.settimeout(30)
             link.connect(str(self._socket))
@@ -213,7 +213,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and all below it, those included that have ended and been waited for."""
+    """CPU time of a process and its descendants, including those that exited and were waited for."""
     return sum(_cpu_of_one(each) for each in _tree(pid))
 
 

@@ -87,8 +87,8 @@ async def test_a_first_report_and_a_new_stage_are_shown_at_once_and_percent_neve
     executor: str,
 ) -> None:
     # Neither the ordinary flush nor the heartbeat can be what shows them.
-    monkeypatch.setattr(heartbeat_module, "FLUSH", 3600.0)
-    monkeypatch.setattr(heartbeat_module, "LONGEST_PERIOD", 3600.0)
+    monkeypatch.setattr(heartbeat_module, "FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr(heartbeat_module, "MAX_PERIOD_SECONDS", 3600.0)
     release = tmp_path / "release"
     name = "goes_back" if executor != "async" else None
     if name is None:
@@ -230,7 +230,7 @@ async def test_a_handler_that_must_stop_learns_it_at_any_call(
         await handle.acancel()
         job = await ended(handle)
     assert job.status is Status.CANCELLED
-    assert job.last_error == "cancelled while it ran"
+    assert job.last_error == "cancelled while running"
 
 
 @in_each_executor
@@ -354,7 +354,7 @@ async def _is_claimed(app: App, handle: Any) -> bool:
 
 
 async def test_a_direct_call_has_no_lease_to_complete_under() -> None:
-    with pytest.raises(HowdahError, match="it was called directly"):
+    with pytest.raises(HowdahError, match="the task was called directly"):
         Context(id=UUID(int=1), job_type="x").completion()
 
 

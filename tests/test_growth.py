@@ -1,4 +1,4 @@
-"""The benchmarks of growth: what they fill queues with, and what they say about the figures."""
+"""The growth benchmarks: the rows that they fill queues with, and the chapter of the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Postgres:
-    """The tests' server, as the benchmarks see theirs."""
+    """The server of the tests, with the interface of the benchmarks' `Postgres`."""
 
     def __init__(self, server: EmbeddedServer) -> None:
         self._server = server
@@ -48,12 +48,12 @@ def database(fresh_database: str) -> str:
 
 
 @pytest.fixture
-def place(server: EmbeddedServer, database: str) -> tuple[Any, str]:
+def queue_database(server: EmbeddedServer, database: str) -> tuple[Any, str]:
     return Postgres(server), psycopg.conninfo.conninfo_to_dict(database)["dbname"]
 
 
-def test_filling_leaves_what_the_functions_leave(place: tuple[Any, str]) -> None:
-    Filler(*place).check()
+def test_filled_rows_equal_those_of_the_sql_functions(queue_database: tuple[Any, str]) -> None:
+    Filler(*queue_database).check()
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_filling_leaves_what_the_functions_leave(place: tuple[Any, str]) -> None
         ("PENDING", "'number', n", "'number', n + 1"),
     ],
 )
-def test_filling_that_leaves_something_else_is_found_out(
-    place: tuple[Any, str],
+def test_a_filled_row_that_differs_from_the_sql_functions_is_reported(
+    queue_database: tuple[Any, str],
     monkeypatch: pytest.MonkeyPatch,
     statement: str,
     right: str,
@@ -75,18 +75,18 @@ def test_filling_that_leaves_something_else_is_found_out(
     text = getattr(growth_data, statement)
     assert right in text
     monkeypatch.setattr(growth_data, statement, text.replace(right, wrong))
-    with pytest.raises(AssertionError, match="the functions leave"):
-        Filler(*place).check()
+    with pytest.raises(AssertionError, match="the functions write"):
+        Filler(*queue_database).check()
 
 
-def test_jobs_that_came_and_went_behind_an_open_transaction_are_counted(
-    place: tuple[Any, str],
+def test_jobs_completed_during_an_open_transaction_are_counted_as_dead_entries(
+    queue_database: tuple[Any, str],
 ) -> None:
-    postgres, database = place
+    postgres, database = queue_database
     Filler(postgres, database).pending("async", 0, 3000)
     with growth_data.held_transaction(postgres, database):
         assert growth_data.dead_entries(postgres, "howdah", database) == 0
-        growth_data.burn(postgres, "howdah", database, 2500, "async")
+        growth_data.churn(postgres, "howdah", database, 2500, "async")
         assert growth_data.dead_entries(postgres, "howdah", database) == 2500
     assert postgres.value("SELECT count(*) FROM howdah.live_jobs", database=database) == 500
     assert postgres.value("SELECT count(*) FROM howdah.finished_jobs", database=database) == 2500
@@ -95,13 +95,13 @@ def test_jobs_that_came_and_went_behind_an_open_transaction_are_counted(
 # ── the chapter ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_rounds_there_is_no_chapter(tmp_path: Path) -> None:
+def test_without_rounds_the_chapter_is_empty(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     assert growth_report.chapter(results) == ""
     assert growth_report.plots(results) == {}
 
 
-def test_the_chapter_holds_figures_against_the_bars(tmp_path: Path) -> None:
+def test_the_chapter_compares_figures_with_goals(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     for number, p99 in enumerate((3.0, 5.0, 4.0), 1):
         results.record("growth-full-base", "howdah", number, {"claim_p99_ms": 2.0})
@@ -112,8 +112,8 @@ def test_the_chapter_holds_figures_against_the_bars(tmp_path: Path) -> None:
             ("1000000", 900.0 * number),
         ):
             for peer, share in (("howdah", 1), ("pgqueuer", 2)):
-                told = {"jobs_per_second": rate / share}
-                results.record(f"growth-held-{state}", peer, number, told)
+                figures = {"jobs_per_second": rate / share}
+                results.record(f"growth-held-{state}", peer, number, figures)
     text = growth_report.chapter(results)
     assert "| 4.00 [3.00 … 5.00] |" in text
     assert "in the same rounds: **2.00 ×** (goal: at most 2)" in text

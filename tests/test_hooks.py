@@ -114,7 +114,7 @@ async def test_a_hook_that_blocks_or_raises_neither_slows_nor_breaks_a_worker(
         release.set()
         await eventually(lambda: len(heard) == 100)
     assert heard.count("completed") == 50
-    assert caplog.text.count("a state-change hook failed") == 100
+    assert caplog.text.count("state-change hook failed") == 100
 
 
 # ── middleware ────────────────────────────────────────────────────────────────────────────────────

@@ -96,7 +96,7 @@ def test_an_unknown_task_is_answered_with_the_nearest_name(sync_app: App) -> Non
         ({"keep": "5m"}, "keep must be a timedelta or a number of seconds, not str."),
         (
             {"memory_limit": 1},
-            'memory_limit needs run_in="process": only a process can be held to it.',
+            'memory_limit needs run_in="process": it cannot be enforced in the worker\'s own process.',
         ),
         ({"retry": 3}, "retry must be a Retry or a callable (attempt, error) -> seconds, not int."),
         ({"name": "x" * 201}, "the task's name is 201 characters long; the limit is 200."),

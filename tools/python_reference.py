@@ -1,5 +1,5 @@
-"""Writes the signatures of docs/reference/python.md: every ```pyi block under a heading that is a name of
-`howdah.__all__` becomes what the source says. The words around them are written by hand.
+"""Writes the signatures in docs/reference/python.md: every ```pyi block under a heading that is a name in
+`howdah.__all__` is generated from the source. The text around the blocks is written by hand.
 
     python tools/python_reference.py
 """
@@ -19,14 +19,14 @@ from typing import Any
 import howdah
 
 PAGE = Path(__file__).parents[1] / "docs/reference/python.md"
-NOT_MADE = ("Context", "Task")
-"""Classes that only Howdah makes instances of."""
+WITHOUT_CONSTRUCTOR = ("Context", "Task")
+"""Classes that only Howdah creates instances of."""
 _SECTION = re.compile(r"^### `(?P<name>\w+)`\n(?P<text>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^```pyi\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def sections(page: str) -> dict[str, str]:
-    """What stands under each heading that is a name."""
+    """The text under each heading that is a name."""
     return {match["name"]: match["text"] for match in _SECTION.finditer(page)}
 
 
@@ -47,8 +47,12 @@ def _class(node: ast.ClassDef) -> ast.ClassDef:
     for member in node.body:
         match member:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                if not name.startswith("_") or (name == "__init__" and node.name not in NOT_MADE):
-                    members[name] = _function(member)  # of overloads the last, which is the whole
+                if not name.startswith("_") or (
+                    name == "__init__" and node.name not in WITHOUT_CONSTRUCTOR
+                ):
+                    members[name] = _function(
+                        member
+                    )  # of overloads, the last one is the implementation
             case ast.AnnAssign(target=ast.Name(id=name)) if not name.startswith("_"):
                 members[name] = member
             case ast.Assign(targets=[ast.Name(id=name)]) if not name.startswith("_"):
@@ -69,7 +73,7 @@ def _function(node: Any) -> ast.stmt:
 
 
 class _Constants(ast.NodeTransformer):
-    """Puts the numbers in the place of the constants that stand for them."""
+    """Replaces named constants by their numbers."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
@@ -88,15 +92,15 @@ _TYPE_PARAMETERS: dict[str, Any] = {"type_params": []} if sys.version_info >= (3
 
 
 def with_signatures(page: str) -> str:
-    """The page with every signature as the source has it."""
+    """The page with the current signatures."""
 
-    def renew(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         text = declaration(match["name"])
         if text is None:
             return match[0]
         return _BLOCK.sub(lambda _: f"```pyi\n{_formatted(text)}```", match[0], count=1)
 
-    return _SECTION.sub(renew, page)
+    return _SECTION.sub(replace, page)
 
 
 def _formatted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Records `howdah demo`: runs it, keeps what it prints in docs/demo.txt, and puts that into the README.
+"""Records `howdah demo`: runs it, and writes its output to docs/demo.txt and into the README.
 
 make recording
 """
@@ -20,7 +20,7 @@ _BLOCK = re.compile(re.escape(MARK) + r"```text\n.*?^```$", re.MULTILINE | re.DO
 
 
 def record() -> str:
-    """What `make demo` prints where no terminal is attached."""
+    """The output of `make demo` without a terminal."""
     done = subprocess.run(
         [sys.executable, "-m", "howdah", "demo"],
         env={**os.environ, "COLUMNS": WIDTH, "NO_COLOR": "1"},
@@ -33,7 +33,7 @@ def record() -> str:
 
 
 def with_recording(page: str, recording: str) -> str:
-    """The page with the recording in its place."""
+    """The page with the new recording."""
     block = f"{MARK}```text\n$ make demo\n{recording}```"
     changed, count = _BLOCK.subn(lambda _: block, page)
     if count != 1:

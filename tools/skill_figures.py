@@ -1,7 +1,7 @@
-"""Writes the figures of the skill's decision table, from bench/results.json and from nowhere else.
+"""Writes the figures in the decision table of the skill. They come only from bench/results.json.
 
-Without that file, or without an entry in it, the table has no figure. `--check` changes nothing and exits
-with 1 where the table is not what it would write.
+Without that file, or without an entry in it, the table has no figure. `--check` changes nothing and exits with 1 if
+the table is outdated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "src/howdah/skill/postgres-job-queue/SKILL.md"
 RESULTS = ROOT / "bench/results.json"
-# The first cell of a row: where the figure is in the results, and how it is written.
+# First cell of a row: the path of the figure in the results, and its format.
 FIGURES = {
     "Sub-millisecond latency": (
         "howdah.pickup_p50_ms",
@@ -28,14 +28,14 @@ MEASURED = re.compile(r" Measured: [^|]*?\.(?= \|$)")
 
 
 def find(results: Any, path: str) -> float | None:
-    """The number at a dotted path, if it is there."""
+    """The number at a dotted path, or None."""
     for member in path.split("."):
         results = results.get(member) if isinstance(results, dict) else None
     return None if isinstance(results, bool) or not isinstance(results, int | float) else results
 
 
 def fill(page: str, results: Any) -> str:
-    """The page with the figures that the results have, and no other."""
+    """The page with exactly the figures of the results."""
     lines = []
     for line in page.splitlines(keepends=True):
         row = line.rstrip("\n")

@@ -1,4 +1,4 @@
-"""Packs the skill into a zip file, the same bytes each time: sorted names, fixed times and rights.
+"""Packs the skill into a reproducible zip file: sorted names, fixed times and permissions.
 
 python tools/skill_zip.py dist/postgres-job-queue.zip
 """
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from howdah.skill import NAME, shipped_files
 
-BEGINNING = (1980, 1, 1, 0, 0, 0)  # of a zip file's time
+EARLIEST_TIME = (1980, 1, 1, 0, 0, 0)  # that a zip file can store
 
 
 def pack(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(target, "w") as archive:
         for path, data in shipped_files().items():
-            entry = zipfile.ZipInfo(f"{NAME}/{path}", BEGINNING)
-            entry.create_system = 3  # Unix, wherever it is made
+            entry = zipfile.ZipInfo(f"{NAME}/{path}", EARLIEST_TIME)
+            entry.create_system = 3  # Unix, on every platform
             entry.external_attr = 0o100644 << 16
             entry.compress_type = zipfile.ZIP_STORED  # compressors differ from version to version
             archive.writestr(entry, data)

@@ -1,6 +1,6 @@
-"""Tries an installed wheel the way a new user would: import, server, a job, gone again.
+"""Smoke test of an installed wheel: import it, start a server, run a job, remove the server.
 
-Runs under the Python that the wheel was installed for, away from the source tree.
+Runs in the environment of the wheel, outside the source tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
         os.chdir(directory)
         try_package()
         try_queue()
-        check("nothing is left of the server", not Path(".howdah/pg18").exists())
+        check("the server was removed", not Path(".howdah/pg18").exists())
 
 
 def try_package() -> None:
@@ -43,8 +43,8 @@ def try_package() -> None:
         "site-packages" in origin.parts,
     )
     version = metadata.version("howdah")
-    check(f"the version is {version} everywhere", version == package.__version__)
-    check("the command says so too", howdah("--version").split()[-1] == version)
+    check(f"the package has version {version}", version == package.__version__)
+    check("the command prints the same version", howdah("--version").split()[-1] == version)
     check("the types are shipped", (resources.files("howdah") / "py.typed").is_file())
     check("the licence is shipped", bool(metadata.metadata("howdah").get_all("License-File")))
 
@@ -57,11 +57,14 @@ def try_queue() -> None:
         queue = JobQueue()
         handle = queue.enqueue("greet", {"name": "Ada"})
         job = queue.claim_one(["greet"])
-        check("a job that was enqueued is claimed", job is not None and job.id == handle.id)
+        check("the enqueued job is claimed", job is not None and job.id == handle.id)
         queue.complete(handle, {"said": "hello"})
-        check("its result is kept", queue.get(handle).result == {"said": "hello"})
+        check("its result is stored", queue.get(handle).result == {"said": "hello"})
         queue.close()
-        check("`howdah migrate --check` agrees", "up to date" in howdah("migrate", "--check"))
+        check(
+            "`howdah migrate --check` reports an up-to-date schema",
+            "up to date" in howdah("migrate", "--check"),
+        )
     finally:
         howdah("db", "rm", "--yes")
 

@@ -1,6 +1,6 @@
-"""Prints the bin directory of the oldest supported PostgreSQL that this system has installed.
+"""Prints the bin directory of the oldest supported PostgreSQL that is installed on this system.
 
-The oldest, since it is furthest from the embedded one. Prints nothing where there is none.
+The oldest, since it differs most from the embedded one. Prints nothing if none is installed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from bench.adapters import driver
 from bench.adapters.howdah import Howdah
 
 if TYPE_CHECKING:
-    from bench.adapters.driver import Life
+    from bench.adapters.driver import Control
     from bench.ledger import Ledger
 
 BATCH = 4000
@@ -30,7 +30,7 @@ class Bare(Howdah):
 
     pipelined = False
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         statements = self.app.statements
         claiming = await asyncpg.connect(self.database)
         completing = await asyncpg.connect(self.database) if self.pipelined else claiming
@@ -39,9 +39,9 @@ class Bare(Howdah):
         claimed = await claiming.prepare(claim.text)
         completed = await completing.prepare(complete.text)
         nothing = [None] * BATCH
-        life.ready()
+        control.ready()
         last: asyncio.Task[object] | None = None
-        while not life.stopped.is_set():
+        while not control.stopped.is_set():
             rows = await claimed.fetch(*claim.parameters)
             if not rows:
                 await asyncio.sleep(0.01)

@@ -24,7 +24,7 @@ from bench.adapters import driver
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.adapters.driver import Call, Life
+    from bench.adapters.driver import Call, Control
     from bench.ledger import Ledger
 
 CORES = os.cpu_count() or 1
@@ -60,7 +60,7 @@ class CeleryPeer(driver.Peer):
         with ThreadPoolExecutor(callers) as threads:
             list(threads.map(lambda call: self.task.delay(call.number, call.pad), calls))
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         with tempfile.TemporaryDirectory() as home:
             ready = f"{home}/ready"
             os.environ.update(BENCH_READY=ready, BENCH_HANDLER=self.handler)
@@ -76,8 +76,8 @@ class CeleryPeer(driver.Peer):
                 if worker.returncode is not None:
                     raise RuntimeError("the worker did not start")
                 await asyncio.sleep(0.02)
-            life.ready()
-            await life.stopped.wait()
+            control.ready()
+            await control.stopped.wait()
             worker.send_signal(signal.SIGTERM)
             await worker.wait()
 

@@ -1,4 +1,4 @@
-"""The app that `celery worker` is given. See `celery.py`."""
+"""The app for `celery worker`. See `celery.py`."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def handle(number: int, pad: str) -> None:
 
 
 @worker_ready.connect  # type: ignore[untyped-decorator,unused-ignore]
-def _say_so(**_: Any) -> None:
+def _report_ready(**_: Any) -> None:
     Path(os.environ["BENCH_READY"]).touch()

@@ -1,13 +1,13 @@
-"""What the Python adapters share: the verbs, the pacing and the clocks. An adapter says only how its peer
-enqueues and how it works; all are driven and timed by the same code.
+"""What the Python adapters share: the verbs, the pacing and the clocks. An adapter defines only how its peer enqueues
+and works; the same code drives and times all of them.
 
 Verbs of a request, one for each process:
-    setup    make the schema in an empty database
-    enqueue  `jobs` jobs, from number `first` on, in one way: `bulk`, or single ones from `callers` callers
-             at once, each in a `transaction` of the caller's or not; told in seconds
-    sample   single enqueues, one after the other with pauses; told as the times of each
-    stream   enqueue in bulk until told to stop, at a `rate` or so that `backlog` jobs wait
-    work     run a worker until told to stop; handlers mark the ledger
+    setup    create the schema in an empty database
+    enqueue  `jobs` jobs, starting with number `first`, in one way: `bulk`, or single jobs from `callers` concurrent
+             callers, each in the caller's `transaction` or not; returns the total time
+    sample   single enqueues, one after the other with delays; returns the times of each
+    stream   enqueue in bulk until stopped, at a `rate` or so that `backlog` jobs are pending
+    work     run a worker until stopped; handlers mark the ledger
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from bench.ledger import Ledger
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-BATCH = 1000  # of a bulk enqueue
-# Ballast, of a kind that PostgreSQL cannot compress.
+BATCH_JOBS = 1000  # per bulk enqueue
+# Padding that PostgreSQL cannot compress.
 PAD = base64.b64encode(random.Random(1).randbytes(6000)).decode()
-STALLED = 40 * 10**9  # nanoseconds; longer than the polling intervals of all peers
+STALL_NANOSECONDS = 40 * 10**9  # longer than the polling intervals of all peers
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a job: its number in the ledger, and ballast."""
+    """The arguments of a job: its number in the ledger, and padding."""
 
     number: int
     pad: str
 
 
 class Peer:
-    """A peer as the driver sees it. Adapters override what their peer can do."""
+    """The interface of an adapter. Adapters override what their peer supports."""
 
-    batch: ClassVar[int] = BATCH
+    batch: ClassVar[int] = BATCH_JOBS
     in_bulk: ClassVar[bool] = True
 
     def __init__(self, database: str, handler: str) -> None:
@@ -54,32 +54,32 @@ class Peer:
         self.handler = handler
 
     async def setup(self) -> None:
-        """Make the schema."""
+        """Create the schema."""
 
     async def connect(self) -> None:
-        """Be ready to enqueue."""
+        """Open connections for enqueues."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
     async def enqueue(self, call: Call) -> None:
         """Enqueue one job, durably when this returns."""
         raise NotImplementedError
 
     async def enqueue_many(self, calls: Sequence[Call]) -> None:
-        """Enqueue many jobs at once."""
+        """Enqueue many jobs in one call."""
         raise NotImplementedError
 
     async def enqueue_in_transaction(self, call: Call, before_commit: Callable[[], None]) -> None:
-        """Enqueue one job in a transaction of the caller's; say so just before COMMIT is sent."""
+        """Enqueue one job in the caller's transaction; call `before_commit` just before COMMIT is sent."""
         raise NotImplementedError
 
     async def enqueue_from(self, callers: int, calls: Sequence[Call], in_transaction: bool) -> None:
-        """Enqueue single jobs from callers that do not know of each other."""
-        waiting = iter(calls)
+        """Enqueue single jobs from independent concurrent callers."""
+        remaining = iter(calls)
 
         async def caller() -> None:
-            for call in waiting:
+            for call in remaining:
                 if in_transaction:
                     await self.enqueue_in_transaction(call, lambda: None)
                 else:
@@ -89,47 +89,47 @@ class Peer:
             for _ in range(callers):
                 group.create_task(caller())
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
-        """Run a worker: `life.ready()` once it waits for jobs, until `life.stopped` is set."""
+    async def work(self, ledger: Ledger, control: Control) -> None:
+        """Run a worker until `control.stopped` is set; call `control.ready()` when it is idle."""
         raise NotImplementedError
 
 
-class Life:
-    """The talk with whoever started this process."""
+class Control:
+    """The connection to the benchmark process that started this one."""
 
     def __init__(self) -> None:
         self.stopped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._went = asyncio.Event()
+        self._go = asyncio.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def ready(self) -> None:
-        tell("ready")
+        send_event("ready")
 
-    async def until_go(self) -> None:
-        await self._went.wait()
+    async def wait_for_go(self) -> None:
+        await self._go.wait()
 
-    async def lived_through(self, worker: asyncio.Task[Any]) -> None:
-        """Say that a worker is ready, and wait until it is to stop. If it breaks, so does this."""
+    async def wait_for_stop(self, worker: asyncio.Task[Any]) -> None:
+        """Report that a worker is ready, and wait for `stop`. Raises if the worker fails."""
         self.ready()
         stopping = asyncio.create_task(self.stopped.wait())
         await asyncio.wait([worker, stopping], return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
             worker.result()
-            raise RuntimeError("the worker ended by itself")
+            raise RuntimeError("the worker stopped without a request")
 
     def _listen(self) -> None:
         for line in sys.stdin:
-            event = self._went if json.loads(line)["verb"] == "go" else self.stopped
+            event = self._go if json.loads(line)["verb"] == "go" else self.stopped
             self._loop.call_soon_threadsafe(event.set)
         if not self.stopped.is_set():
-            os._exit(1)  # whoever started us is gone
+            os._exit(1)  # the benchmark process is gone
 
 
 _out = sys.stdout
 
 
-def tell(event: str, **facts: Any) -> None:
+def send_event(event: str, **facts: Any) -> None:
     """Send an event."""
     print(json.dumps({"event": event, **facts}), file=_out, flush=True)
 
@@ -142,9 +142,9 @@ def spin(seconds: float = 0.001) -> None:
 
 
 def main(make: type[Peer]) -> None:
-    """The whole of an adapter's process."""
+    """The main function of an adapter process."""
     global _out
-    # Libraries may print; only events go to the pipe.
+    # Libraries may print; only events may go to the pipe.
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request = json.loads(sys.stdin.readline())
@@ -157,21 +157,21 @@ def main(make: type[Peer]) -> None:
 
 
 async def _serve(peer: Peer, request: dict[str, Any]) -> None:
-    life = Life()
-    verbs: dict[str, Callable[[Peer, dict[str, Any], Life], Awaitable[dict[str, Any]]]]
+    control = Control()
+    verbs: dict[str, Callable[[Peer, dict[str, Any], Control], Awaitable[dict[str, Any]]]]
     verbs = {"enqueue": _enqueue, "sample": _sample, "stream": _stream}
     match request["verb"]:
         case "setup":
             await peer.setup()
-            tell("done")
+            send_event("done")
         case "work":
-            await peer.work(Ledger(request["ledger"]), life)
-            tell("done")
+            await peer.work(Ledger(request["ledger"]), control)
+            send_event("done")
         case verb:
             await peer.connect()
-            told = await verbs[verb](peer, request, life)
+            measured = await verbs[verb](peer, request, control)
             await peer.close()
-            tell("done", **told)
+            send_event("done", **measured)
 
 
 def _calls(request: dict[str, Any], first: int, jobs: int) -> list[Call]:
@@ -179,10 +179,10 @@ def _calls(request: dict[str, Any], first: int, jobs: int) -> list[Call]:
     return [Call(number, pad) for number in range(first, first + jobs)]
 
 
-async def _enqueue(peer: Peer, request: dict[str, Any], life: Life) -> dict[str, Any]:
+async def _enqueue(peer: Peer, request: dict[str, Any], control: Control) -> dict[str, Any]:
     calls = _calls(request, request["first"], request["jobs"])
-    life.ready()
-    await life.until_go()
+    control.ready()
+    await control.wait_for_go()
     cpu, started = time.process_time(), time.monotonic_ns()
     if request["how"] == "bulk":
         for at in range(0, len(calls), peer.batch):
@@ -194,40 +194,40 @@ async def _enqueue(peer: Peer, request: dict[str, Any], life: Life) -> dict[str,
     return {"started": started, "ended": ended, "cpu": time.process_time() - cpu}
 
 
-async def _sample(peer: Peer, request: dict[str, Any], life: Life) -> dict[str, Any]:
+async def _sample(peer: Peer, request: dict[str, Any], control: Control) -> dict[str, Any]:
     calls = _calls(request, request["first"], request["jobs"])
     ledger = Ledger(request["ledger"])
     called: list[int] = []
     committed: list[int] = []
-    life.ready()
-    await life.until_go()
-    pause = request["pause"]
+    control.ready()
+    await control.wait_for_go()
+    delay = request["pause"]
     for call in calls:
-        # Not in step with anybody's polling.
-        await asyncio.sleep(random.uniform(0.5, 1.5) * pause)
+        # Random, so as not to be in phase with a peer's polling.
+        await asyncio.sleep(random.uniform(0.5, 1.5) * delay)
         called.append(time.monotonic_ns())
         if request["how"] == "transaction":
             await peer.enqueue_in_transaction(call, lambda: committed.append(time.monotonic_ns()))
         else:
             await peer.enqueue(call)
-        while not ledger.starts[call.number]:  # the next one finds a worker that waits
-            if time.monotonic_ns() - called[-1] > STALLED:
+        while not ledger.starts[call.number]:  # so that the worker is idle for the next sample
+            if time.monotonic_ns() - called[-1] > STALL_NANOSECONDS:
                 raise TimeoutError(f"job {call.number} was not started")
             await asyncio.sleep(0.001)
     return {"called": called, "committed": committed}
 
 
-async def _stream(peer: Peer, request: dict[str, Any], life: Life) -> dict[str, Any]:
-    """Bulk enqueues in small batches, paced by the clock or by what the ledger says has run."""
+async def _stream(peer: Peer, request: dict[str, Any], control: Control) -> dict[str, Any]:
+    """Bulk enqueues in small batches, paced by the clock or by the number of started handlers in the ledger."""
     first, limit, batch = request["first"], request["jobs"], request["batch"]
     rate, backlog = request.get("rate"), request.get("backlog", 0)
     ledger = Ledger(request["ledger"])
     already = ledger.executed
-    life.ready()
-    await life.until_go()
+    control.ready()
+    await control.wait_for_go()
     started = time.monotonic()
     sent = 0
-    while not life.stopped.is_set() and sent < limit:
+    while not control.stopped.is_set() and sent < limit:
         if rate is not None:
             late = time.monotonic() - started - sent / rate
             if late < 0:

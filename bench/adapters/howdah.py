@@ -17,7 +17,7 @@ from bench.adapters import driver
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.adapters.driver import Call, Life
+    from bench.adapters.driver import Call, Control
     from bench.ledger import Ledger
 
 
@@ -62,13 +62,13 @@ class Howdah(driver.Peer):
             await self.task.using(conn=connection).aenqueue(call.number, call.pad)
             before_commit()
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         from howdah.worker import Worker
 
         worker = Worker(self.app, concurrency=100) if self.handler == "io" else Worker(self.app)
         running = asyncio.create_task(worker.run())
         await worker.ready.wait()
-        await life.lived_through(running)
+        await control.wait_for_stop(running)
         worker.stop()
         await running
 

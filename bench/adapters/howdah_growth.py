@@ -1,6 +1,6 @@
-"""Howdah once more, for the growth of a queue: with many job types, or many workers in one process.
+"""Howdah for the growth benchmarks: with many job types, or many workers in one process.
 
-`handler` says which: `async`, `types:200`, or `workers:10`. Settings are Howdah's defaults.
+`handler` selects the variant: `async`, `types:200`, or `workers:10`. Settings are Howdah's defaults.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from bench.adapters.howdah_tasks import no_op
 from howdah.worker import Worker
 
 if TYPE_CHECKING:
-    from bench.adapters.driver import Life
+    from bench.adapters.driver import Control
     from bench.ledger import Ledger
 
 
 class Growth(Howdah):
-    """The same tasks, more of them, or more workers."""
+    """The same task under many types, or more workers."""
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         kind, _, number = self.handler.partition(":")
         types = int(number) if kind == "types" else 0
         for n in range(types):
@@ -30,8 +30,8 @@ class Growth(Howdah):
         running = [asyncio.create_task(worker.run()) for worker in workers]
         for worker in workers:
             await worker.ready.wait()
-        life.ready()
-        stopping = asyncio.create_task(life.stopped.wait())
+        control.ready()
+        stopping = asyncio.create_task(control.stopped.wait())
         await asyncio.wait([*running, stopping], return_when=asyncio.FIRST_COMPLETED)
         for worker in workers:
             worker.stop()

@@ -1,4 +1,4 @@
-"""The tasks of the Howdah adapter, in a module of their own so that process executors can import them."""
+"""The tasks of the Howdah adapter, in a separate module so that process executors can import them."""
 
 from __future__ import annotations
 

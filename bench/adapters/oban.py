@@ -21,7 +21,7 @@ from bench.adapters import driver
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.adapters.driver import Call, Life
+    from bench.adapters.driver import Call, Control
     from bench.ledger import Ledger
 
 LIMIT = int(os.environ.get("BENCH_LIMIT", "500"))
@@ -75,15 +75,15 @@ class ObanPy(driver.Peer):
             await self._oban.enqueue(_job(call), conn=connection)
             before_commit()
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         _ledger.append(ledger)
         if self.handler == "io":
             _pause.append(0.001)
         pool = await Oban.create_pool(self.database, min_size=1, max_size=10)
         queue: Any = {"limit": LIMIT, "debounce_interval": DEBOUNCE}
         async with Oban(pool=pool, queues={"default": queue}):
-            life.ready()
-            await life.stopped.wait()
+            control.ready()
+            await control.stopped.wait()
         await pool.close()
 
 

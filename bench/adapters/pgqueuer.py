@@ -26,7 +26,7 @@ from bench.adapters import driver
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.adapters.driver import Call, Life
+    from bench.adapters.driver import Call, Control
     from bench.ledger import Ledger
 
 BATCH_SIZE = int(os.environ.get("BENCH_BATCH", "500"))
@@ -70,7 +70,7 @@ class PgQueuer(driver.Peer):
             await Queries(AsyncpgDriver(connection)).enqueue("job", _encode(call), 0)
             before_commit()
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         connection = await asyncpg.connect(self.database)
         manager = QueueManager(Queries(AsyncpgDriver(connection)))
 
@@ -93,7 +93,7 @@ class PgQueuer(driver.Peer):
                 max_concurrent_tasks=MAX_TASKS,
             )
         )
-        await life.lived_through(running)
+        await control.wait_for_stop(running)
         manager.shutdown.set()
         await running
         await connection.close()

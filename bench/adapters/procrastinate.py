@@ -21,7 +21,7 @@ from bench.adapters import driver
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.adapters.driver import Call, Life
+    from bench.adapters.driver import Call, Control
     from bench.ledger import Ledger
 
 CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "20"))
@@ -73,7 +73,7 @@ class Procrastinate(driver.Peer):
             await deferrer.defer_async(number=call.number, pad=call.pad)
             before_commit()
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         self.ledger = ledger
         async with self.app.open_async():
             running = asyncio.create_task(
@@ -83,7 +83,7 @@ class Procrastinate(driver.Peer):
                     install_signal_handlers=False,
                 )
             )
-            await life.lived_through(running)
+            await control.wait_for_stop(running)
             running.cancel()
             await asyncio.wait([running])
 

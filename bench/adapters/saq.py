@@ -20,7 +20,7 @@ from bench.adapters import driver
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.adapters.driver import Call, Life
+    from bench.adapters.driver import Call, Control
     from bench.ledger import Ledger
 
 CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "20"))
@@ -45,7 +45,7 @@ class Saq(driver.Peer):
     async def enqueue_many(self, calls: Sequence[Call]) -> None:
         await asyncio.gather(*(self.enqueue(call) for call in calls))
 
-    async def work(self, ledger: Ledger, life: Life) -> None:
+    async def work(self, ledger: Ledger, control: Control) -> None:
         async def handle(context: Any, *, number: int, pad: str) -> None:
             ledger.mark(number)
             if self.handler == "io":
@@ -58,7 +58,7 @@ class Saq(driver.Peer):
         function: Any = handle_in_a_thread if self.handler == "thread" else handle
         worker = Worker(self._queue, [("handle", function)], concurrency=CONCURRENCY)
         running = asyncio.create_task(worker.start())
-        await life.lived_through(running)
+        await control.wait_for_stop(running)
         # A stop sends jobs back that are done and not yet acknowledged, and they run again.
         while await self._queue.count("incomplete"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

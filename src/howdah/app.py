@@ -1,5 +1,5 @@
-"""Tasks: functions that can be enqueued. An `App` is a registry of them and the database they live in;
-it does no I/O when it is made. Running them is the worker's business."""
+"""An `App`: a registry of tasks and the database that holds their jobs. Creating one does no I/O. Workers run the
+tasks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ R = TypeVar("R")
 
 
 class App:
-    """A registry of tasks and the database they live in.
+    """A registry of tasks and the database that holds their jobs.
 
     The parameters are those of `JobQueue`. `queue` and `aqueue` are the bare queues behind the tasks.
     """
@@ -90,7 +90,7 @@ class App:
         self.statements = WorkerStatements(schema)
         self.queue = JobQueue(database, **options)
         self.aqueue = AsyncJobQueue(database, **options)
-        # Below the public methods: what tasks, `task.run` and tests go through.
+        # Internal: tasks, `task.run` and `howdah.testing` use these.
         self.backend = backend_of(self.queue)
         self.abackend = async_backend_of(self.aqueue)
         self._make_queue = functools.partial(AsyncJobQueue, database, **options)
@@ -145,9 +145,9 @@ class App:
     ) -> Any:
         """Make a function a task.
 
-        `async def` runs in the worker's loop, `def` in a thread, and `run_in="process"` in a process
-        that can be killed: at its `timeout`, when it is cancelled, or past `memory_limit` bytes.
-        `retry` is a `Retry` or a callable; `keep` how long finished jobs stay."""
+        `async def` runs in the worker's event loop, `def` in a thread, and `run_in="process"` in a process
+        that can be killed: at its `timeout`, when its job is cancelled, or above `memory_limit` bytes.
+        `retry` is a `Retry` or a callable; `keep` is how long finished jobs are kept."""
 
         def register(function: Callable[..., Any]) -> Task[..., Any]:
             options = task_options(
@@ -178,45 +178,46 @@ class App:
         return task
 
     def get_task(self, name: str) -> Task[..., Any]:
-        """The task of that name; `UnknownTask` says what you may have meant."""
+        """The task with this name. `UnknownTask` suggests the nearest name."""
         try:
             return self.tasks[name]
         except KeyError:
             raise UnknownTask(name, self.tasks) from None
 
     def on_state_change(self, hook: Hook) -> Hook:
-        """Call a function, after the commit, whenever a worker of this app changes a job's state.
+        """Call a function after the commit whenever a worker of this app changes a job's state.
 
-        It gets a `StateChange`, runs in a thread of its own, and can neither break nor slow a worker."""
+        The function receives a `StateChange`. It runs in its own thread, so it cannot fail or slow a worker."""
         self.hooks.append(hook)
         return hook
 
     def middleware(self, function: Callable[[Context], Any]) -> Callable[[Context], Any]:
-        """Put a generator function around every run: it gets the context, does what comes before,
-        yields once, and does what comes after. An exception of the handler is raised at its yield.
-        Async generators surround async tasks only; plain ones surround all."""
+        """Wrap every run in a generator function: it receives the context and yields once, where the handler
+        runs. An exception of the handler is raised at the yield. Async generators wrap async tasks only;
+        plain generators wrap all tasks."""
         self.middlewares.append(function)
         return function
 
     def lifespan(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Surround a worker's life: a generator function, async or not, that yields a mapping of
-        resources, found in `ctx.resources`. Plain ones also run in each task process."""
+        """Run a generator function around each worker: the code before its yield when the worker starts, the
+        rest when it stops. It may be async. It yields a mapping of resources for `ctx.resources`. Plain
+        generators also run in each task process, which is killed instead of stopped."""
         self.lifespans.append(function)
         return function
 
-    # ── looking and operating ─────────────────────────────────────────────────────────────────────
+    # ── reading and operating ─────────────────────────────────────────────────────────────────────
 
     def find(self, **filters: Any) -> list[Job]:
         """Jobs that match, newest first: see `JobQueue.find`."""
         return self.queue.find(**filters)
 
     def counts(self, queue: str | None = None, job_type: str | None = None) -> dict[Status, int]:
-        """How many jobs there are of each status."""
+        """The number of jobs with each status."""
         return self.queue.counts(queue, job_type)
 
     def takeover(self, job: JobRef) -> bool:
-        """Take a running job away from its worker, who stops it, and let another one have it. The
-        attempt that was cut off does not count. False if no worker had it."""
+        """Take a claimed job from its worker, which stops it, and requeue it. The attempt does not count.
+        False if no worker has claimed the job."""
         return bool(self.backend.run(self.statements.takeover_jobs([to_id(job)])))
 
     async def atakeover(self, job: JobRef) -> bool:
@@ -224,25 +225,25 @@ class App:
         return bool(await self.abackend.run(self.statements.takeover_jobs([to_id(job)])))
 
     def handle(self, job: JobRef) -> TaskHandle[Any]:
-        """A handle for a job of one of these tasks, to wait for it or watch it."""
+        """A handle for a job of one of these tasks, to wait for its result or to watch it."""
         found = self.queue.get(job)
         return self._handle(Handle(found.id, False), self.get_task(found.job_type))
 
     def close(self) -> None:
-        """Close the connections of sync callers."""
+        """Close the connections of the sync methods."""
         watcher = None if background.loop is None else self._watchers.pop(background.loop, None)
         if watcher is not None:
             background.run(watcher.close())
         self.queue.close()
 
     async def aclose(self) -> None:
-        """Close the async connections of this event loop."""
+        """Close the connections of the async methods in this event loop."""
         watcher = self._watchers.pop(asyncio.get_running_loop(), None)
         if watcher is not None:
             await watcher.close()
         await self.aqueue.close()
 
-    # Tasks reach the queue through `queue`, `aqueue` and what follows; a test may put others in place.
+    # Tasks use `queue`, `aqueue`, the backends and these methods; `howdah.testing.inline` replaces them all.
 
     def _handle(self, handle: Handle, task: Task[..., Any]) -> TaskHandle[Any]:
         return TaskHandle(handle.id, handle.is_new, task)
@@ -271,7 +272,7 @@ class App:
 
 
 class _Decorator:
-    """What `@app.task(…)` returns; only there for type checkers."""
+    """The type of `@app.task(…)`, for type checkers."""
 
     @overload
     def __call__(

@@ -1,7 +1,7 @@
-"""What a handler sees of its own run: progress, events, cancellation, deadline. The same in async, thread
-and process tasks; where the reports go is the executor's business (a `Sink`).
+"""A handler's access to its run: progress, events, cancellation, deadline. It is the same in async, thread and
+process tasks; the executor's `Sink` receives the reports.
 
-A context never talks to the database itself, so a call costs a dictionary entry, not a round trip."""
+A context never sends a statement, so a report costs a dictionary entry, not a round trip."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _current: ContextVar[Context | None] = ContextVar("howdah_context", default=None
 
 
 class Sink(Protocol):
-    """Where a context's reports go."""
+    """Receives the reports of contexts."""
 
     def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
-        """Take the newest progress of a job."""
+        """Receive the newest progress of a job."""
 
     def event(self, job_id: UUID, kind: str, data: str) -> None:
-        """Take an event, as JSON text."""
+        """Receive an event. `data` is JSON text."""
 
 
-# One lock for all runs, taken only to abort one. Reentrant: in a task process the signal handler that aborts
-# a run interrupts the thread that may be about to abort it because its time is up.
+# One lock for all runs, acquired only to abort a run. It is reentrant: in a task process, the signal handler
+# that aborts a run may interrupt the same thread while it aborts that run because of a timeout.
 _aborting = threading.RLock()
 
 
@@ -47,14 +47,14 @@ _aborting = threading.RLock()
 class RunState:
     """Whether a run must stop, and whether its handler has completed the job.
 
-    This is the only copy. The context reads it in the handler's thread, while the heartbeat's thread and
-    the event loop write it."""
+    This is the only copy. The context reads it in the handler's thread; the heartbeat's thread and the
+    event loop write it."""
 
     abort_reason: AbortReason | None = field(default=None, init=False)
     completed_by_handler: bool = field(default=False, init=False)
 
     def abort(self, reason: AbortReason) -> bool:
-        """Make the handler stop. The first reason counts; gives whether this is the first."""
+        """Request that the handler stops. Only the first reason counts; returns whether this is the first."""
         with _aborting:
             if self.abort_reason is not None:
                 return False
@@ -62,12 +62,12 @@ class RunState:
             return True
 
     def complete_by_handler(self) -> None:
-        """The handler completes the job in its own transaction."""
+        """Record that the handler completes the job in its own transaction."""
         self.completed_by_handler = True
 
 
 class Context:
-    """The run of one job."""
+    """One run of a job, for its handler."""
 
     __slots__ = (
         "_deadline", "_percent", "_sink", "_stage", "attempt", "given", "id", "idempotency_key",
@@ -110,32 +110,34 @@ class Context:
     @property
     def data(self) -> Any:
         """The job's data."""
-        if type(self.given) is msgspec.Raw:  # few handlers look: they have their arguments
+        if (
+            type(self.given) is msgspec.Raw
+        ):  # decoded on first use: most handlers only use their arguments
             self.given = payload.decode(bytes(self.given).decode())
         return self.given
 
     @property
     def cancelled(self) -> bool:
-        """Whether the handler should stop: it was cancelled, lost its lease, or is out of time."""
+        """Whether the handler should stop: the job was cancelled, its lease was lost, or it timed out."""
         return self._abort_reason() is not None
 
     @property
     def deadline(self) -> datetime | None:
-        """When the run times out, by this machine's clock, or None."""
+        """When the run times out, by this machine's clock, or None for no timeout."""
         if self._deadline is None:
             return None
         return datetime.now(UTC) + timedelta(seconds=self._deadline - time.monotonic())
 
     def check(self) -> None:
-        """Raise `Aborted` if the handler should stop. Progress, events and logs do this too."""
+        """Raise `Aborted` if the handler should stop. `progress`, `event` and `log` call this first."""
         reason = self._abort_reason()
         if reason is not None:
             raise Aborted(reason)
 
     def progress(self, percent: float | None = None, stage: str | None = None) -> None:
-        """Report how far the job is. Percent never goes back within an attempt.
+        """Report the job's progress. Percent never decreases within an attempt.
 
-        Raises `Aborted` when the job was cancelled, its lease lost or its time is up."""
+        Raises `Aborted` if the job was cancelled, its lease was lost, or it timed out."""
         self.check()
         self._percent = max(self._percent, payload.clean_percent(percent) or 0)
         if stage is not None:
@@ -144,7 +146,7 @@ class Context:
             self._sink.progress(self.id, self._percent, self._stage)
 
     def event(self, kind: str, data: Any = None) -> None:
-        """Append an event to the job's durable stream, which watchers see."""
+        """Append an event to the job's durable stream. Watchers receive it."""
         self.check()
         if self._sink is not None:
             text = payload.clean_json({} if data is None else data)
@@ -155,13 +157,15 @@ class Context:
         self.event("log", {"text": text})
 
     def completion(self) -> Claim:
-        """This run's fence, for `queue.complete(ctx.completion(), conn=…)`: the job then ends in your own
-        transaction, together with your rows, and the worker leaves it alone.
+        """This run's fence, for `queue.complete(ctx.completion(), conn=…)`: your transaction then completes the
+        job together with your rows, and the worker does not.
 
-        If the handler returns and that transaction did not commit, the attempt counts as failed."""
+        If the handler returns but that transaction did not commit, the attempt counts as failed."""
         self.check()
         if self._sink is None or self.lease_id is None:
-            raise HowdahError("this run has no lease to complete under: it was called directly.")
+            raise HowdahError(
+                "this run has no lease, so it cannot complete a job: the task was called directly."
+            )
         self.run.complete_by_handler()
         return Claim(self.id, self.lease_id)
 
@@ -172,7 +176,7 @@ class Context:
 
 
 def current() -> Context:
-    """The context of the job that this code runs in."""
+    """The context of the job that is running."""
     context = _current.get()
     if context is None:
         raise HowdahError("howdah.current() was called outside of a running task.")

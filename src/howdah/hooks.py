@@ -1,5 +1,5 @@
-"""State-change hooks: functions that are told, after the commit, what became of jobs. They run in a thread
-of their own behind a bounded queue, so they can neither break nor slow a worker."""
+"""Calls state-change hooks after the commit. Hooks run in their own thread behind a bounded queue, so they
+cannot fail or slow a worker."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from howdah.protocol.worker_statements import Claimed
+
 logger = logging.getLogger(__name__)
 
-WAITING_LIMIT = 10_000
+QUEUE_LIMIT = 10_000  # state changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChange:
-    """What happened: "running", "completed", "retrying", "failed", "cancelled", "released" or "lost"."""
+    """A job's new state: "running", "completed", "retrying", "failed", "cancelled", "released" or "lost"."""
 
     id: UUID
     job_type: str
@@ -37,11 +39,11 @@ Hook: TypeAlias = Callable[[StateChange], Awaitable[None] | None]
 
 
 class Hooks:
-    """The thread that calls them."""
+    """The thread that calls the hooks."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = hooks
-        self._waiting: queue.SimpleQueue[StateChange | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[StateChange | None] = queue.SimpleQueue()
         self._dropped = 0
         self._thread: threading.Thread | None = None
         self.active = bool(hooks)
@@ -49,26 +51,36 @@ class Hooks:
             self._thread = threading.Thread(target=self._run, name="howdah-hooks", daemon=True)
             self._thread.start()
 
-    def tell(self, change: StateChange) -> None:
-        """Pass a change on; drop it, with a warning, when the hooks are too far behind."""
-        if self._waiting.qsize() >= WAITING_LIMIT:
+    def notify(self, job: Claimed, state: str, error: str | None = None) -> None:
+        """Queue a state change for the hooks. If the queue is full, drop it and log a warning."""
+        if self._changes.qsize() >= QUEUE_LIMIT:
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
                 logger.warning(
-                    "state-change hooks are too slow; changes are dropped",
+                    "state-change hooks are too slow; dropping state changes",
                     extra={"dropped": self._dropped},
                 )
             return
-        self._waiting.put(change)
+        self._changes.put(
+            StateChange(
+                id=job.id,
+                job_type=job.job_type,
+                queue=job.queue,
+                state=state,
+                attempt=job.attempts,
+                error=error,
+                request_id=job.request_id,
+            )
+        )
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Wait for what is queued, up to a limit."""
+        """Wait for the hooks to process the queue, for at most `timeout` seconds."""
         if self._thread is not None:
-            self._waiting.put(None)
+            self._changes.put(None)
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while (change := self._waiting.get()) is not None:
+        while (change := self._changes.get()) is not None:
             for hook in self._hooks:
                 try:
                     answer = hook(change)
@@ -76,7 +88,7 @@ class Hooks:
                         asyncio.run(_await(answer))
                 except BaseException:
                     logger.warning(
-                        "a state-change hook failed",
+                        "state-change hook failed",
                         exc_info=True,
                         extra={"job_id": str(change.id), "job_type": change.job_type},
                     )

@@ -1,7 +1,7 @@
-"""How one run of a job ended. Executors make these; the completer writes them.
+"""How one run of a job ended. Executors make outcomes; `protocol/acknowledge.py` turns them into statements.
 
-`Snooze`, `Cancel` and `Fail` are raised by handlers to say so themselves; `Aborted` is what a context
-raises inside a handler that must stop."""
+A handler raises `Snooze`, `Cancel` or `Fail` to choose its outcome. A context raises `Aborted` inside a handler
+that must stop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The handler failed. `retry_in` is seconds, or None for no retry; `cause` is the exception itself,
-    where it was raised in this process."""
+    """The handler failed. `retry_in` is in seconds, or None for no retry. `cause` is the exception if it was
+    raised in this process."""
 
     error: str
     traceback: str | None
@@ -32,10 +32,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The job goes back, with no attempt used: snoozed, or interrupted by a shutdown."""
+    """The job is given back without using an attempt: snoozed, or interrupted by a shutdown. `delay` is in
+    seconds."""
 
-    delay: float
-    why: str
+    delay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The lease is gone: another worker may have the job. Nothing is written."""
+    """The lease was lost: another worker may have claimed the job. Nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ Acknowledgement: TypeAlias = Completed | Failed | Released | Cancelled | Complet
 Outcome: TypeAlias = Acknowledgement | Lost
 
 NOT_COMMITTED = (
-    "the handler returned, and the transaction that was to complete the job did not commit"
+    "the handler returned, but the transaction that should have completed the job did not commit"
 )
 
 
@@ -70,7 +70,7 @@ AbortReason: TypeAlias = Literal["cancelled", "lost", "timeout", "shutdown"]
 
 
 class Snooze(Exception):
-    """Raise it to be run again after `delay` without using up an attempt."""
+    """Raise it to run the job again after `delay` without using an attempt."""
 
     def __init__(self, delay: Seconds) -> None:
         self.delay = delay
@@ -78,7 +78,7 @@ class Snooze(Exception):
 
 
 class Cancel(Exception):
-    """Raise it to end the job as cancelled."""
+    """Raise it to end the job with the status cancelled."""
 
     def __init__(self, reason: str = "cancelled by its handler") -> None:
         self.reason = reason
@@ -86,12 +86,12 @@ class Cancel(Exception):
 
 
 class Fail(Exception):
-    """Raise it to end the job as failed, whatever attempts are left."""
+    """Raise it to end the job with the status failed, even if attempts are left."""
 
 
 class Aborted(BaseException):
-    """Raised inside a handler that must stop. Not an `Exception`, so that `except Exception` around a
-    loop's body does not swallow it. `why` is "cancelled", "lost", "timeout" or "shutdown"."""
+    """Raised inside a handler that must stop. It is not an `Exception`, so `except Exception` in a loop does
+    not catch it. `why` is "cancelled", "lost", "timeout" or "shutdown"."""
 
     def __init__(self, why: str) -> None:
         self.why = why

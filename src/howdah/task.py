@@ -1,5 +1,5 @@
-"""A task: a function that can be called, and enqueued, and a handle to each call of it. `App` makes and
-registers tasks; running them is the worker's business."""
+"""Tasks: functions that can be called and enqueued, and the handles of enqueued calls. An `App` creates and registers
+tasks; workers run them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RunIn = Literal["async", "thread", "process"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """How a task runs."""
+    """The options of a task."""
 
     queue: str
     priority: int
@@ -59,7 +59,7 @@ _CALL_OPTIONS = (
 
 
 class TaskHandle(Handle, Generic[R], frozen=True):
-    """An enqueued call of a task. Accepted wherever a job's id is."""
+    """An enqueued call of a task. Accepted wherever a job's id is accepted."""
 
     task: Any
 
@@ -72,7 +72,7 @@ class TaskHandle(Handle, Generic[R], frozen=True):
         return await self._app.aqueue.get(self.id)
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait for the job to end and give its result, as the type the function says it returns.
+        """Wait for the job to end and return its result, converted to the function's annotated return type.
 
         Raises `JobFailed`, `JobCancelled`, or `ResultTimeout` after `timeout` seconds."""
         return background.run(self._wait(self._app._background_watcher(), timeout))
@@ -82,7 +82,7 @@ class TaskHandle(Handle, Generic[R], frozen=True):
         return await self._wait(self._app._watcher(), timeout)
 
     def watch(self) -> Iterator[Change]:
-        """Follow the job: its state now, then every change and event, until it ends."""
+        """Watch the job: its current state, then every change and event until it ends."""
         return background.iterate(self._app._background_watcher().changes(self.id))
 
     def awatch(self) -> AsyncIterator[Change]:
@@ -90,7 +90,7 @@ class TaskHandle(Handle, Generic[R], frozen=True):
         return self._app._watcher().changes(self.id)
 
     def cancel(self) -> bool:
-        """Cancel the job, or ask its worker to stop it. False if it had ended already."""
+        """Cancel the job, or request its worker to stop it. False if it has already ended."""
         return bool(self._app.queue.cancel(self.id))
 
     async def acancel(self) -> bool:
@@ -102,7 +102,7 @@ class TaskHandle(Handle, Generic[R], frozen=True):
         return cast("App", self.task.app)
 
     async def _wait(self, watcher: Watcher, timeout: float | None) -> R:
-        job = await watcher.get(self.id)  # also where there is no time to wait
+        job = await watcher.get(self.id)  # first, so that a timeout of 0 returns an existing result
         try:
             if not job.status.is_final:
                 async with asyncio.timeout(timeout):
@@ -114,7 +114,7 @@ class TaskHandle(Handle, Generic[R], frozen=True):
 
 
 class Task(Generic[P, R]):
-    """A function that can be called, and enqueued. `@app.task` makes these."""
+    """A function that can be called and enqueued, made by `@app.task`."""
 
     def __init__(
         self, app: App, function: Callable[..., Any], name: str, options: TaskOptions
@@ -134,8 +134,8 @@ class Task(Generic[P, R]):
         }
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function here and now, as if it were not a task. Its context, unless one is given, is
-        that of the job which calls it, or one that reports to nobody."""
+        """Call the function directly, not as a job. Its context, unless you pass one, is that of the calling
+        job, or a context whose reports are discarded."""
         arguments = self.arguments
         given = arguments.context in kwargs or any(isinstance(each, Context) for each in args)
         if arguments.context is None or given:
@@ -147,7 +147,7 @@ class Task(Generic[P, R]):
 
     def using(self, **options: Any) -> Self:
         """The same task with options for the next call: `priority`, `queue`, `run_at` or `delay`,
-        `max_attempts`, `idempotency_key`, `ordering_key`, `request_id`, `keep`, and `conn` to join your
+        `max_attempts`, `idempotency_key`, `ordering_key`, `request_id`, `keep`, and `conn` to enqueue in your
         transaction."""
         for option in options:
             if option not in _CALL_OPTIONS:
@@ -159,13 +159,13 @@ class Task(Generic[P, R]):
         return bound
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
-        """Enqueue a call. The arguments are checked against the signature now."""
+        """Enqueue a call. The arguments are checked against the signature immediately."""
         job = self._new_job(args, kwargs)
         handle = self.app.backend.enqueue(job, self._call.get("conn"))
         return self.app._handle(handle, self)
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]:
-        """`enqueue`, awaited. Calls that are awaited at the same time are sent together."""
+        """`enqueue`, awaited. Concurrent calls are sent in one statement."""
         job = self._new_job(args, kwargs)
         handle = await self.app.abackend.enqueue(job, self._call.get("conn"))
         return self.app._handle(handle, self)
@@ -173,7 +173,7 @@ class Task(Generic[P, R]):
     def enqueue_many(
         self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]
     ) -> list[TaskHandle[R]]:
-        """Enqueue many calls, all or none: each a tuple of arguments or a mapping of them by name."""
+        """Enqueue many calls, all or none. Each is a tuple of arguments or a mapping of arguments by name."""
         handles = self.app.queue.enqueue_many(self._new_jobs(calls), conn=self._call.get("conn"))
         return [self.app._handle(handle, self) for handle in handles]
 
@@ -186,19 +186,19 @@ class Task(Generic[P, R]):
         return [self.app._handle(handle, self) for handle in handles]
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it now, in this process, durably: if the process dies, a worker takes the job over.
+        """Run a job in this process, durably: if the process is killed, a worker runs the job.
 
-        Returns the result. A second call under the same `idempotency_key` gives the stored result, or
-        raises `TaskInFlight` while the first is under way. If the function raises, the job is retried
-        by a worker as its policy says, and the exception is raised here."""
+        Returns the result. A second call with the same `idempotency_key` returns the stored result, or
+        raises `TaskInFlight` while the job has not ended. If the function raises, the exception is raised
+        here, and a worker retries the job according to its retry policy."""
         return cast("R", self.app._run(self, self._job_to_run(args, kwargs)))
 
     async def arun(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`run`, for a coroutine function: it runs in this event loop."""
+        """`run`, awaited. A coroutine function runs in this event loop."""
         return cast("R", await self.app._arun(self, self._job_to_run(args, kwargs)))
 
     def read_result(self, job: Job) -> Any:
-        """The result of a job that has ended, or the error it ended with."""
+        """The result of a completed job. Raises `JobFailed` or `JobCancelled` for other jobs that have ended."""
         match job.status:
             case Status.COMPLETED:
                 return decode_result(job.result, self.arguments.returns)
@@ -219,7 +219,7 @@ class Task(Generic[P, R]):
         for option in ("run_at", "delay", "ordering_key", "conn"):
             if self._call.get(option) is not None:
                 raise InvalidOption(
-                    f"{option} has no meaning for a task that is run here and now; enqueue it instead."
+                    f"{option} does not apply to run(), which runs the task immediately; use enqueue()."
                 )
         return self._new_job(args, kwargs)
 
@@ -229,7 +229,7 @@ class Task(Generic[P, R]):
 
 
 class AsyncTask(Task[P, R]):
-    """A task whose function is an `async def`: calling it gives a coroutine."""
+    """A task whose function is an `async def`: calling it returns a coroutine."""
 
     if TYPE_CHECKING:
 
@@ -243,7 +243,7 @@ def task_options(
 ) -> TaskOptions:
     if memory_limit is not None and others["run_in"] != "process":
         raise InvalidOption(
-            'memory_limit needs run_in="process": only a process can be held to it.'
+            'memory_limit needs run_in="process": it cannot be enforced in the worker\'s own process.'
         )
     limits = {
         "priority": payload.PRIORITY_RANGE,

@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that decide what a figure says: who ran, and what rounds come to."""
+"""The parts of the benchmarks that decide what a figure means: the ledger, the results, the plan and the report."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from bench.ledger import Ledger
 from bench.results import Results, percentile
 from bench.services import Postgres
 
-from bench import auto_tuning, bars, peers, pgbench, plan, plots, report, workloads
+from bench import auto_tuning, goals, peers, pgbench, plan, plots, report, workloads
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_ledger_of_jobs_that_all_ran_once_is_accepted(tmp_path: Path) -> None:
+def test_a_ledger_in_which_every_job_ran_once_is_accepted(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path / "ledger", 3)
     for number in range(3):
         ledger.mark(number)
     ledger.check(3)
 
 
-def test_a_ledger_tells_a_job_that_never_ran(tmp_path: Path) -> None:
+def test_a_ledger_reports_a_job_that_never_ran(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path / "ledger", 3)
     ledger.mark(0)
     ledger.mark(2)
@@ -34,7 +34,7 @@ def test_a_ledger_tells_a_job_that_never_ran(tmp_path: Path) -> None:
         ledger.check(3)
 
 
-def test_a_ledger_tells_a_job_that_ran_twice(tmp_path: Path) -> None:
+def test_a_ledger_reports_a_job_that_ran_twice(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path / "ledger", 2)
     for number in (0, 1, 1):
         ledger.mark(number)
@@ -49,7 +49,7 @@ def _mark(path: Path, first: int, jobs: int) -> None:
         ledger.mark(number)
 
 
-def test_processes_count_in_one_ledger_without_losing_a_mark(tmp_path: Path) -> None:
+def test_processes_share_a_ledger_without_losing_a_mark(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     ledger = Ledger.create(path, 4000)
     spawn = multiprocessing.get_context("spawn")
@@ -62,7 +62,7 @@ def test_processes_count_in_one_ledger_without_losing_a_mark(tmp_path: Path) -> 
     ledger.check(4000)
 
 
-def test_a_rate_goes_from_the_first_start_to_the_last(tmp_path: Path) -> None:
+def test_a_rate_is_measured_from_the_first_start_to_the_last(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path / "ledger", 3)
     for number, second in enumerate((5, 6, 7)):
         ledger.starts[number] = second * 10**9
@@ -83,7 +83,7 @@ def test_ratios_are_taken_round_by_round(tmp_path: Path) -> None:
     assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == (3.0, 2.0, 5.0, 3)
 
 
-def test_results_are_on_disk_with_the_figures_that_pages_quote(tmp_path: Path) -> None:
+def test_results_are_written_to_disk_with_the_figures_that_pages_quote(tmp_path: Path) -> None:
     _results(tmp_path)
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["howdah"] == {"jobs_per_second": 40.0}
@@ -106,16 +106,16 @@ def test_a_percentile_is_a_value_of_the_sample() -> None:
     assert percentile([7.0], 0.99) == 7.0
 
 
-def test_the_report_names_missed_goals_and_draws_what_it_says(
+def test_the_report_lists_missed_goals_and_plots_their_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
     reasons = tmp_path / "reasons.toml"
     reasons.write_text(
-        '[drain-celery]\nwhy = "It was too slow."\n[drain-bare]\nwhy = "Never told."\n'
+        '[drain-celery]\nwhy = "It was too slow."\n[drain-bare]\nwhy = "Not printed."\n'
     )
-    monkeypatch.setattr(bars, "REASONS", reasons)
+    monkeypatch.setattr(goals, "REASONS", reasons)
     report.write(_results(tmp_path))
     page = (tmp_path / "benchmarks.md").read_text()
     assert (
@@ -123,28 +123,28 @@ def test_the_report_names_missed_goals_and_draws_what_it_says(
     )
     assert "the goal is >= 20 ×. Why: It was too slow." in page
     assert "| no-op jobs, compared with the bare loop | >= 0.7 × | – | not measured |" in page
-    assert "Never told" not in page
+    assert "Not printed" not in page
     assert "in 0 of 3 rounds" in page
     assert "| Howdah | 40 [30 … 50] |" in page
     assert "(plots/drain-async.svg)" in page
     assert ">40.00</text>" in (tmp_path / "plots" / "drain-async.svg").read_text()
 
 
-def test_bars_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
+def test_goals_of_growth_compare_howdah_with_itself(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     for number, (full, base) in enumerate([(3.0, 2.0), (4.0, 1.0), (2.0, 2.0)], 1):
         results.record("growth-full", "howdah", number, {"claim_p99_ms": full})
         results.record("growth-full-base", "howdah", number, {"claim_p99_ms": base})
     results.record("growth-idle-100", "howdah", 1, {"server_core_percent": 4.96})
-    told = {bar.key: bars.measured(results, bar)[0] for bar in bars.BARS}
-    assert (claims := told["growth-claims"]) is not None
+    found = {goal.key: goals.measured(results, goal)[0] for goal in goals.GOALS}
+    assert (claims := found["growth-claims"]) is not None
     assert (claims.median, claims.low, claims.high) == (1.5, 1.0, 4.0)
-    page = bars.chapter(results)
+    page = goals.chapter(results)
     assert "compared with 10k pending | <= 2 × | 1.50 × [1.00 … 4.00] | reached |" in page
     assert "| 100 idle workers, server CPU | < 5 % of a core | 5.0 % of a core | reached |" in page
 
 
-def test_a_round_that_one_of_two_missed_has_no_ratio(tmp_path: Path) -> None:
+def test_a_round_that_only_one_of_two_peers_ran_has_no_ratio(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     for number in (1, 2, 3):
         results.record("drain-async", "howdah", number, {"jobs_per_second": 10.0 * number})
@@ -159,12 +159,12 @@ def test_the_best_peer_is_neither_howdah_nor_a_ceiling(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json")
     for peer, p50 in (("howdah", 1.0), ("bare", 0.5), ("saq", 2.0), ("celery", 3.0)):
         results.record("pickup-idle", peer, 1, {"call_p50_ms": p50, "jobs_per_second": p50})
-    assert bars.best_peer(results, "pickup-idle", "call_p50_ms") == "saq"
-    assert bars.best_peer(results, "pickup-idle", "jobs_per_second") == "celery"
-    assert bars.best_peer(results, "enqueue-64", "jobs_per_second") is None
+    assert goals.best_peer(results, "pickup-idle", "call_p50_ms") == "saq"
+    assert goals.best_peer(results, "pickup-idle", "jobs_per_second") == "celery"
+    assert goals.best_peer(results, "enqueue-64", "jobs_per_second") is None
 
 
-def test_a_plot_is_well_formed_whatever_a_peer_is_called() -> None:
+def test_a_plot_escapes_the_labels_of_peers() -> None:
     drawing = plots.bars("a < b", "s", [plots.Bar("<&>", 1.0, 0.5, 2.0)])
     assert "&lt;&amp;&gt;" in drawing
     assert "<&>" not in drawing
@@ -178,14 +178,14 @@ def test_pgbench_runs_the_statements_of_the_worker() -> None:
 
 
 def _run_plan(
-    path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str, minutes: float = 9.0
+    path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, minutes: float = 9.0
 ) -> tuple[Results, bool]:
-    """Three rounds of one workload for three peers, of whom one breaks in its second round."""
+    """Three rounds of one workload for three peers; one peer fails in its second round."""
     tried: list[str] = []
 
     def measure(run: plan.Run, peer: peers.Peer) -> plan.Outcome:
         tried.append(peer.name)
-        if peer.name == breaks and tried.count(breaks) == 2:
+        if peer.name == failing and tried.count(failing) == 2:
             raise ConnectionError("the server hung up\nand more")
         return {"drain-async": {"jobs_per_second": 1.0}}
 
@@ -194,42 +194,42 @@ def _run_plan(
     results = Results(path / "results.json")
     options = argparse.Namespace(scale=1.0, quick=False, only=None, steady=1.0, rounds=3)
     options.minutes = minutes
-    stage = workloads.Stage(None, None)  # type: ignore[arg-type]
-    is_whole = plan.run(stage, peers.find(["howdah", "saq", "celery"]), results, options)
-    return results, is_whole
+    testbed = workloads.Testbed(None, None)  # type: ignore[arg-type]
+    is_complete = plan.run(testbed, peers.find(["howdah", "saq", "celery"]), results, options)
+    return results, is_complete
 
 
-def test_a_peer_that_breaks_is_left_out_and_told_and_nobody_else_is(
+def test_a_peer_that_fails_is_left_out_and_reported_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, is_whole = _run_plan(tmp_path, monkeypatch, "saq")
-    assert is_whole
+    results, is_complete = _run_plan(tmp_path, monkeypatch, "saq")
+    assert is_complete
     rounds = {p: results.by_round("drain-async", p, "jobs_per_second") for p in ("howdah", "saq")}
     assert (list(rounds["howdah"]), list(rounds["saq"])) == ([1, 2, 3], [1])
-    told = report._left_out(Results(tmp_path / "results.json").content)
-    assert told == "\n- Not measured: saq: drain-async: round 2: the server hung up: and more"
+    text = report._left_out(Results(tmp_path / "results.json").content)
+    assert text == "\n- Not measured: saq: drain-async: round 2: the server hung up: and more"
 
 
-def test_a_run_in_which_howdah_breaks_is_not_whole(
+def test_a_run_in_which_howdah_fails_is_not_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, is_whole = _run_plan(tmp_path, monkeypatch, "howdah")
-    assert not is_whole
+    results, is_complete = _run_plan(tmp_path, monkeypatch, "howdah")
+    assert not is_complete
     assert len(results.values("drain-async", "celery", "jobs_per_second")) == 3
 
 
-def test_a_run_whose_time_is_up_has_one_round_of_the_rest(
+def test_after_the_time_limit_each_workload_runs_one_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, _ = _run_plan(tmp_path, monkeypatch, "nobody", minutes=0.0)
+    results, _ = _run_plan(tmp_path, monkeypatch, "none", minutes=0.0)
     assert [r["round"] for r in results.rounds] == [1, 1, 1]
     assert "drain-async, round 3" in results.content["skipped"]
 
 
-def test_the_best_settings_of_a_peer_are_chosen_and_told() -> None:
+def test_the_best_settings_of_a_peer_are_chosen_and_stored_with_the_round() -> None:
     celery = peers.find(["celery"])[0]
     rates = {"prefork": 5.0, "threads": 7.0, "solo": 6.0}
-    made = auto_tuning.Choices()
+    tuning = auto_tuning.AutoTuning()
 
     def measure() -> dict[str, float]:
         pool = os.environ["BENCH_POOL"]
@@ -239,14 +239,14 @@ def test_the_best_settings_of_a_peer_are_chosen_and_told() -> None:
         return {kind: rates[pool]}
 
     latency = False
-    made.make(celery, "drain-async", measure)
+    tuning.tune(celery, "drain-async", measure)
     latency = True
-    made.make(celery, "pickup-idle", measure)
-    assert made.of(celery, "steady") == {"BENCH_POOL": "threads"}
-    assert made.of(celery, "pickup-commit") == {"BENCH_POOL": "prefork"}
-    assert made.of(celery, "drain-thread") == {}
+    tuning.tune(celery, "pickup-idle", measure)
+    assert tuning.settings(celery, "steady") == {"BENCH_POOL": "threads"}
+    assert tuning.settings(celery, "pickup-commit") == {"BENCH_POOL": "prefork"}
+    assert tuning.settings(celery, "drain-thread") == {}
     tried = {"pool prefork": 5.0, "pool threads": 7.0, "pool solo": 6.0}
-    assert made.facts(celery, "drain-async") == {"settings": "pool threads", "tried": tried}
+    assert tuning.facts(celery, "drain-async") == {"settings": "pool threads", "tried": tried}
     assert "BENCH_POOL" not in os.environ
 
 
@@ -255,20 +255,20 @@ def test_the_best_settings_of_a_peer_are_chosen_and_told() -> None:
 def test_a_round_on_a_server_that_is_not_durable_is_refused(setting: str) -> None:
     peer = peers.find(["howdah"])[0]
     with Postgres({setting: "off"}) as postgres:
-        stage = workloads.Stage(postgres, None)
-        stage.setup(peer)
+        testbed = workloads.Testbed(postgres, None)
+        testbed.setup(peer)
         with pytest.raises(AssertionError, match="not durable"):
-            workloads.enqueue_only(stage, peer, 100, "single")
+            workloads.enqueue_only(testbed, peer, 100, "single")
 
 
 @pytest.mark.slow
-def test_a_round_keeps_what_it_has_proven() -> None:
+def test_a_round_stores_what_it_proved() -> None:
     peer = peers.find(["howdah"])[0]
     with Postgres() as postgres:
-        stage = workloads.Stage(postgres, None)
-        stage.setup(peer)
-        workloads.drain(stage, peer, 300)
-    assert stage.checked == {
+        testbed = workloads.Testbed(postgres, None)
+        testbed.setup(peer)
+        workloads.drain(testbed, peer, 300)
+    assert testbed.checked == {
         "history_rows": 300,
         "fsync": "on",
         "synchronous_commit_of_acknowledgements": "on",

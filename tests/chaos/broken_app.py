@@ -1,4 +1,4 @@
-"""Workers that do not keep their promises: HOWDAH_BROKEN says in which way. Each says so in the ledger."""
+"""Workers that break a promise: HOWDAH_BROKEN selects which one. They record it in the ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import asyncpg
 
 from howdah.chaos.processes import app as chaos
 from howdah.chaos.processes.app import app
-from howdah.chaos.processes.supervisor import EFFECTS
+from howdah.chaos.processes.environment import EFFECTS
 from howdah.context import Context, current
 from howdah.execution.handler import aexecute
 from howdah.outcome import Completed, Outcome
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from howdah.task import Task
 
 BROKEN = os.environ["HOWDAH_BROKEN"]
-_later: set[asyncio.Task[Outcome]] = set()
+_running: set[asyncio.Task[Outcome]] = set()
 
 
 async def acknowledge_first(task: Task[..., Any], context: Context) -> Outcome:
-    """The outcome first, the work later."""
+    """Return the outcome before the work is done."""
 
     async def work() -> Outcome:
         await asyncio.sleep(0.05)
         return await aexecute(task, context)
 
-    doing = asyncio.create_task(work())
-    _later.add(doing)
-    doing.add_done_callback(_later.discard)
+    running = asyncio.create_task(work())
+    _running.add(running)
+    running.add_done_callback(_running.discard)
     return Completed("null")
 
 
-async def twice(tag: str) -> None:
-    """The row in a transaction, the completion in another; and the way between them is long."""
+async def two_transactions(tag: str) -> None:
+    """Commit the row and the completion in two transactions, and fail between them."""
     context = current()
     conn = await asyncpg.connect(os.environ["HOWDAH_DATABASE_URL"])
     try:
@@ -46,9 +46,9 @@ async def twice(tag: str) -> None:
             context.id,
             tag,
         )
-        chaos.note("effect", context)
+        chaos.record("effect", context)
         if context.attempt == 1:
-            raise OSError("the completion did not get through")
+            raise OSError("the completion was not sent")
         await app.aqueue.complete(context.completion(), conn=conn)
     finally:
         conn.terminate()
@@ -58,7 +58,7 @@ match BROKEN:
     case "acknowledge first":
         runner.aexecute = acknowledge_first  # type: ignore[attr-defined]
     case "two transactions":
-        app.tasks["chaos.once"].function = twice
+        app.tasks["chaos.once"].function = two_transactions
 
 assert chaos._ledger is not None
 chaos._ledger.write("note", text=f"broken: {BROKEN}")

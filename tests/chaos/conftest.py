@@ -1,11 +1,11 @@
-"""Workers on a line that fails, and a common server for the runs."""
+"""Worker processes that reach the database through a faulty proxy."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
-from faulty_proxy import Wire
+from faulty_proxy import FaultyProxy
 
 from children import Children
 
@@ -20,14 +20,14 @@ def database(fresh_database: str) -> str:
 
 
 @pytest.fixture
-def wire(database: str) -> Iterator[Wire]:
-    wire = Wire(database)
-    yield wire
-    wire.close()
+def faulty_proxy(database: str) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(database)
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture
-def children(tmp_path: Path, wire: Wire) -> Iterator[Children]:
-    children = Children(tmp_path, wire.url)
+def children(tmp_path: Path, faulty_proxy: FaultyProxy) -> Iterator[Children]:
+    children = Children(tmp_path, faulty_proxy.url)
     yield children
     children.close()

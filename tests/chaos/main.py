@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE / "servers")]
 
 from page import page  # noqa: E402
 from server_faults import (  # noqa: E402
-    SERVER,
+    SERVER_SCENARIOS,
     SETTINGS,
     BadNetwork,
     KillBackends,
@@ -36,7 +36,7 @@ from server_faults import (  # noqa: E402
 
 from howdah.chaos import fault_hits, report  # noqa: E402
 from howdah.chaos.process_faults import (  # noqa: E402
-    WORKERS,
+    PROCESS_SCENARIOS,
     Calm,
     FaultPoints,
     KillProducers,
@@ -45,7 +45,7 @@ from howdah.chaos.process_faults import (  # noqa: E402
     PauseWorkers,
     RollingRestarts,
 )
-from howdah.chaos.processes.producer import MISFITS  # noqa: E402
+from howdah.chaos.processes.producer import HARMFUL_TASKS  # noqa: E402
 from howdah.chaos.run import Load, Verdict, perform  # noqa: E402
 from howdah.chaos.scenario import Place, Scenario  # noqa: E402
 from howdah.embedded import EmbeddedServer  # noqa: E402
@@ -55,84 +55,85 @@ if TYPE_CHECKING:
 
     from howdah.chaos.history import History
 
-FULL = 1200.0
-OVERHEAD = 12.0
-"""Seconds that a run takes besides its load: starting workers, waiting for the last job, checking."""
-BARS = {"jobs": 100_000, "worker kills": 200, "server kills": 20, "pauses": 100}
-LEASE = 2.0
+FULL_RUN_SECONDS = 1200.0
+OVERHEAD_SECONDS = 12.0
+"""What a run takes besides its load: starting workers, waiting for the last job, checking."""
+MINIMUMS = {"jobs": 100_000, "worker kills": 200, "server kills": 20, "pauses": 100}
+"""The jobs and hits of a full run."""
+LEASE_SECONDS = 2.0
 
 
-class Misfits(Calm):
-    """Handlers that should never have been written."""
+class HarmfulHandlers(Calm):
+    """Handlers that harm their worker."""
 
     name = "misfits"
     about = "handlers that crash, kill their worker, stall, fork, exhaust memory or ignore cancellation; poison payloads"
-    least = 15.0
+    min_seconds = 15.0
 
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
-        return super().missed(history, [*MISFITS, fault_hits.OWN], lease)
+        return super().missed(history, [*HARMFUL_TASKS, fault_hits.KILLED_BY_OWN_JOB], lease)
 
 
-def often(scenario: Scenario, every: float) -> Scenario:
-    """The same, with another pause between faults."""
-    scenario.every = every
+def with_interval(scenario: Scenario, every_seconds: float) -> Scenario:
+    """The scenario with another time between faults."""
+    scenario.every_seconds = every_seconds
     return scenario
 
 
-def alone() -> list[Scenario]:
-    """Every scenario by itself."""
-    mine = [each() for each in (*WORKERS, *SERVER)]
-    for scenario in mine:
+def single_scenarios() -> list[Scenario]:
+    """Every scenario, each in its own run."""
+    scenarios = [each() for each in (*PROCESS_SCENARIOS, *SERVER_SCENARIOS)]
+    for scenario in scenarios:
         if isinstance(scenario, KillWorkers):
-            often(scenario, 1.0)
+            with_interval(scenario, 1.0)
         elif isinstance(scenario, FaultPoints):
-            scenario.at_once = 4  # no other fault has the machine
+            scenario.concurrent_kills = 4  # no other scenario uses the CPU
         elif isinstance(scenario, KillServer | KillBackends | BadNetwork):
-            often(scenario, 4.0)
-    return [Misfits(), *mine, *servers()]
+            with_interval(scenario, 4.0)
+    return [HarmfulHandlers(), *scenarios, *environment_scenarios()]
 
 
-def servers() -> list[Scenario]:
-    """Those that need servers of their own, where they are there."""
-    if not (HERE / "servers" / "scenarios.py").exists():
-        return []
+def environment_scenarios() -> list[Scenario]:
+    """The scenarios with their own servers or extra programs, as far as these are installed."""
     return list(importlib.import_module("scenarios").SCENARIOS)
 
 
-def mixed() -> list[Scenario]:
-    """Several at once."""
+def mixed_scenarios() -> list[Scenario]:
+    """Several scenarios at once."""
     return [
         Mixed(
-            [often(KillWorkers(), 1.5), often(PauseWorkers(), 0.5), RollingRestarts(), KillProducers()],
+            [with_interval(KillWorkers(), 1.5), with_interval(PauseWorkers(), 0.5), RollingRestarts(), KillProducers()],
             "workers, mixed",
         ),
         Mixed(
             [
-                often(KillServer(), 8.0), often(KillWorkers(), 1.5), often(PauseWorkers(), 0.5),
-                often(TerminateBackends(), 5.0), FaultPoints(),
+                with_interval(KillServer(), 8.0), with_interval(KillWorkers(), 1.5), with_interval(PauseWorkers(), 0.5),
+                with_interval(TerminateBackends(), 5.0), FaultPoints(),
             ],
             "everything, mixed",
         ),
     ]  # fmt: skip
 
 
-def quick() -> list[Scenario]:
-    """What a minute is enough for."""
+def quick_scenario() -> Scenario:
+    """The faults that fit into a minute."""
     parts = [
-        often(KillWorkers(), 4.0), often(PauseWorkers(), 3.0), often(FaultPoints(), 4.0),
-        often(RollingRestarts(), 6.0), often(TerminateBackends(), 6.0), often(KillServer(), 12.0),
+        with_interval(KillWorkers(), 4.0), with_interval(PauseWorkers(), 3.0), with_interval(FaultPoints(), 4.0),
+        with_interval(RollingRestarts(), 6.0), with_interval(TerminateBackends(), 6.0), with_interval(KillServer(), 12.0),
     ]  # fmt: skip
-    return [Mixed(parts, "quick")]
+    return Mixed(parts, "quick")
 
 
-class Hall:
-    """A directory and a common server for a series of runs, gone afterwards."""
+class Series:
+    """A series of runs with a temporary directory and a common server."""
 
     def __init__(self, console: Console, seed: int) -> None:
         self._console = console
         self._seed = seed
         self.directory = Path(tempfile.mkdtemp(prefix="howdah-chaos-"))
-        self.directory.chmod(0o755)  # root's server runs as another account, which must get in
+        self.directory.chmod(
+            0o755
+        )  # as root, the server runs under another account, which must be able to enter
         self._server = EmbeddedServer(self.directory / "pg", settings=SETTINGS)
         self._count = 0
 
@@ -144,7 +145,7 @@ class Hall:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def perform(self, scenario: Scenario, load: Load) -> Verdict:
-        """One run, shown."""
+        """Run one scenario, with its progress on the console."""
         self._count += 1
         directory = self.directory / f"{self._count:02}-{scenario.name.replace(' ', '-')}"
         directory.mkdir(mode=0o755)
@@ -154,7 +155,7 @@ class Hall:
         screen = report.Screen(self._console, scenario.name, load.seconds)
         with screen.shown():
             verdict = perform(
-                scenario, common, directory, self._seed, load, show=screen, tell=self._tell
+                scenario, common, directory, self._seed, load, show=screen, log=self._log
             )
         for complaint in report.complaints(verdict):
             self._console.print(f"[red]{scenario.name}:[/] {complaint}", soft_wrap=True)
@@ -162,7 +163,7 @@ class Hall:
             self._console.print(f"[red]{scenario.name}:[/] {each}", soft_wrap=True)
         return verdict
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self._console.print(text, style="dim", soft_wrap=True, highlight=False)
 
     def version(self) -> str:
@@ -171,69 +172,73 @@ class Hall:
         return str(version)
 
 
-def missing(verdicts: Iterable[Verdict], share: float) -> list[str]:
-    """Which bars were missed: a run that hit too little has shown too little."""
-    counted = dict.fromkeys(BARS, 0)
+def missed_minimums(verdicts: Iterable[Verdict], share: float) -> list[str]:
+    """The minimums that were not reached, as sentences: too few hits prove too little."""
+    counted = dict.fromkeys(MINIMUMS, 0)
     for verdict in verdicts:
         counted["jobs"] += verdict.acknowledged
         for name, count in verdict.hits.items():
-            if name in ("kill worker", "kill at fault point", "killed by its own job"):
+            if name in ("kill worker", "kill at fault point", fault_hits.KILLED_BY_OWN_JOB):
                 counted["worker kills"] += count
             elif name == "kill server":
                 counted["server kills"] += count
             elif name == "pause worker":
                 counted["pauses"] += count
     return [
-        f"only {counted[name]:,} {name}; at least {bar * share:,.0f} must hit"
-        for name, bar in BARS.items()
-        if counted[name] < int(bar * share)
+        f"only {counted[name]:,} {name}; at least {minimum * share:,.0f} must hit"
+        for name, minimum in MINIMUMS.items()
+        if counted[name] < int(minimum * share)
     ]
 
 
 def run_quick(console: Console, seed: int) -> bool:
-    """About a minute, set-up and all."""
-    hall = Hall(console, seed)
-    (scenario,) = quick()
+    """About a minute, including setup."""
+    series = Series(console, seed)
     passed = False
     try:
-        verdict = hall.perform(
-            scenario, Load(seconds=18, rate=100, workers=3, lease=LEASE, backlog=300)
-        )
+        load = Load(seconds=18, rate=100, workers=3, lease=LEASE_SECONDS, backlog=300)
+        verdict = series.perform(quick_scenario(), load)
         console.print(report.table([verdict]))
         passed = verdict.passed and not verdict.missed
     finally:
-        hall.close(keep=not passed)
+        series.close(keep=not passed)
     return passed
 
 
 def run_full(console: Console, options: argparse.Namespace) -> bool:
-    """Everything, one after the other and at once."""
+    """Every scenario by itself, then several at once."""
     began = time.monotonic()
-    chosen = [(scenario, 1.0) for scenario in alone()] + [(each, 5.0) for each in mixed()]
+    chosen = [(scenario, 1.0) for scenario in single_scenarios()]
+    chosen += [(scenario, 5.0) for scenario in mixed_scenarios()]
     if options.scenario:
         chosen = [(each, 1.0) for each, _ in chosen if each.name in options.scenario]
         if len(chosen) < len(set(options.scenario)):
-            names = ", ".join(each.name for each in (*alone(), *mixed()))
-            raise SystemExit(f"no such scenario; there are: {names}")
+            names = ", ".join(each.name for each in (*single_scenarios(), *mixed_scenarios()))
+            raise SystemExit(f"unknown scenario; known: {names}")
     unit = max(
-        8.0, (options.seconds - OVERHEAD * len(chosen)) / sum(weight for _, weight in chosen)
+        8.0,
+        (options.seconds - OVERHEAD_SECONDS * len(chosen)) / sum(weight for _, weight in chosen),
     )
-    hall = Hall(console, options.seed)
+    series = Series(console, options.seed)
     done: list[tuple[Scenario, Verdict]] = []
     passed = False
     try:
         for scenario, weight in chosen:
-            harsh = isinstance(scenario, Misfits | Mixed)
+            harmful = isinstance(scenario, HarmfulHandlers | Mixed)
             load = Load(
-                seconds=unit * weight, rate=220, producers=3, lease=LEASE, backlog=1500,
-                misfits=harsh, processes=harsh, patience=120,
+                seconds=unit * weight, rate=220, producers=3, lease=LEASE_SECONDS, backlog=1500,
+                harmful=harmful, processes=harmful, drain_timeout=120,
                 workers=5 if isinstance(scenario, Mixed) else None,
             )  # fmt: skip
-            done.append((scenario, hall.perform(scenario, load)))
+            done.append((scenario, series.perform(scenario, load)))
             console.print(report.table([done[-1][1]]))
         verdicts = [verdict for _, verdict in done]
         seconds = time.monotonic() - began
-        short = [] if options.scenario else missing(verdicts, min(1.0, options.seconds / FULL))
+        short = (
+            []
+            if options.scenario
+            else missed_minimums(verdicts, min(1.0, options.seconds / FULL_RUN_SECONDS))
+        )
         console.rule("verdict")
         console.print(report.table(verdicts))
         for each in short:
@@ -244,8 +249,8 @@ def run_full(console: Console, options: argparse.Namespace) -> bool:
                     done,
                     seed=options.seed,
                     seconds=seconds,
-                    postgresql=hall.version(),
-                    short=missing(verdicts, 1.0),
+                    postgresql=series.version(),
+                    short=missed_minimums(verdicts, 1.0),
                 )
             )
         if options.json is not None:
@@ -253,24 +258,24 @@ def run_full(console: Console, options: argparse.Namespace) -> bool:
             options.json.write_text(json.dumps(described, indent=1))
         passed = all(each.passed and not each.missed for each in verdicts) and not short
     finally:
-        hall.close(keep=not passed)
+        series.close(keep=not passed)
     return passed
 
 
 def main() -> None:
-    """Run and leave with 0 if every promise was kept."""
+    """Run, and exit with 0 if every promise was kept."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["quick", "full"])
     parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "1")))
-    parser.add_argument("--seconds", type=float, default=FULL)
+    parser.add_argument("--seconds", type=float, default=FULL_RUN_SECONDS)
     parser.add_argument("--scenario", action="append", default=[])
     parser.add_argument("--report", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    # Through every `finally`, so that no process is left.
+    # SystemExit runs every `finally`, so that no process is left.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    # A file has room for the whole table.
+    # In a file, wide enough for the whole table.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(f"chaos, {options.what}, seed {options.seed}")
     passed = (

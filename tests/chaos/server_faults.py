@@ -1,4 +1,4 @@
-"""Faults of the server and of the way to it, on a PostgreSQL of the scenario's own."""
+"""Faults of the server and of its connections. Some scenarios start their own PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from faulty_proxy import Wire
+from faulty_proxy import FaultyProxy
 
-from howdah.chaos.scenario import Fault, Place, Scenario, Stage
+from howdah.chaos.scenario import Fault, Place, RunContext, Scenario
 from howdah.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from random import Random
 
 SETTINGS = {
-    "fsync": "off",  # the machine does not crash; processes do, and that needs no fsync
+    "fsync": "off",  # only processes crash here, not the machine, which needs no fsync
     "max_connections": "200",
 }
-UP_PATIENCE = 60.0
+UP_TIMEOUT_SECONDS = 60.0
 
 
 class KillServer(Scenario):
-    """kill -9 of the postmaster, and a new start."""
+    """kill -9 of the postmaster, then a restart."""
 
     name = "kill server"
     about = "kill -9 of the postmaster, then a restart"
-    first = 3.0
-    every = 8.0
+    first_seconds = 3.0
+    every_seconds = 8.0
     server: EmbeddedServer
 
     @contextlib.contextmanager
@@ -47,91 +47,93 @@ class KillServer(Scenario):
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
         return self.name, {"down": round(random.uniform(0, 1.5), 2)}
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
+    def inject(self, run: RunContext, fault: Fault) -> None:
         pid = self.server.pid()
-        assert pid is not None, "there is no server to kill"
-        with stage.fault(fault.name, scope="server"):
+        assert pid is not None, "no server to kill"
+        with run.fault(fault.name, scope="server"):
             os.kill(pid, signal.SIGKILL)
-            stage.sleep(fault.detail["down"])
+            run.sleep(fault.detail["down"])
             self.server.start()
             assert self.server.pid() != pid, "the server survived its kill"
 
 
 class KillBackends(Scenario):
-    """kill -9 of single backends, on which the whole server starts anew."""
+    """kill -9 of single backends; the server then restarts all backends."""
 
     name = "kill backends"
     about = "kill -9 of single backends, after which PostgreSQL restarts"
-    first = 2.0
-    every = 6.0
+    first_seconds = 2.0
+    every_seconds = 6.0
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
         return "kill backend", {"backend": random.randrange(1000)}
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
+    def inject(self, run: RunContext, fault: Fault) -> None:
         with contextlib.suppress(psycopg.Error):
-            with psycopg.connect(stage.place.checker, autocommit=True) as conn:
+            with psycopg.connect(run.place.checker, autocommit=True) as conn:
                 pids = [pid for (pid,) in conn.execute(_BACKENDS).fetchall()]
             if not pids:
                 return
-            with stage.fault(fault.name, scope="server"):
-                os.kill(pids[fault.detail["backend"] % len(pids)], signal.SIGKILL)
-                time.sleep(0.2)
-                wait_until_up(stage.place.checker)
+            with run.fault(fault.name, scope="server"):
+                backend = pids[fault.detail["backend"] % len(pids)]
+                os.kill(backend, signal.SIGKILL)
+                # The postmaster restarts the server as soon as it has reaped the backend.
+                run.wait_until(lambda: not Path(f"/proc/{backend}").exists(), UP_TIMEOUT_SECONDS)
+                wait_until_up(run.place.checker)
 
 
 class TerminateBackends(Scenario):
-    """Every connection is ended by the server, again and again."""
+    """The server terminates every connection, repeatedly."""
 
     name = "terminate backends"
     about = "all backends terminated every 2 s"
-    first = every = 2.0
+    first_seconds = every_seconds = 2.0
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
+    def inject(self, run: RunContext, fault: Fault) -> None:
         with (
             contextlib.suppress(psycopg.Error),
-            psycopg.connect(stage.place.checker, autocommit=True) as conn,
-            stage.fault(fault.name, scope="connection"),
+            psycopg.connect(run.place.checker, autocommit=True) as conn,
+            run.fault(fault.name, scope="connection"),
         ):
             conn.execute(f"SELECT pg_terminate_backend(pid) FROM ({_BACKENDS}) AS b".encode())
 
 
 class BadNetwork(Scenario):
-    """Lines that are cut, slow, or swallow everything."""
+    """Connections that are cut, slow, or drop everything."""
 
     name = "bad network"
     about = "a proxy that cuts, delays and black-holes connections"
-    least = 15.0
-    first = 2.0
-    every = 5.0
-    wire: Wire
+    min_seconds = 15.0
+    first_seconds = 2.0
+    every_seconds = 5.0
+    proxy: FaultyProxy
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        self.wire = Wire(common.checker)
+        self.proxy = FaultyProxy(common.checker)
         try:
-            yield Place(self.wire.url, common.checker, common.schema)
+            yield Place(self.proxy.url, common.checker, common.schema)
         finally:
-            self.wire.close()
+            self.proxy.close()
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        (name,) = self.deal(random, ["cut connections", "slow connections", "black hole"])
+        (name,) = self.draw_in_turn(random, ["cut connections", "slow connections", "black hole"])
         detail = {"seconds": round(random.uniform(0.5, 3), 2)}
         return name, {} if name.startswith("cut") else detail
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
-        with stage.fault(fault.name, scope="connection"):
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        with run.fault(fault.name, scope="connection"):
             match fault.name:
                 case "cut connections":
-                    self.wire.cut()
+                    self.proxy.cut()
                 case "slow connections":
-                    self.wire.slow_down(0.1)
-                    stage.sleep(fault.detail["seconds"])
-                    self.wire.slow_down(0)
+                    self.proxy.slow_down(0.1)
+                    run.sleep(fault.detail["seconds"])
+                    self.proxy.slow_down(0)
                 case _:
-                    self.wire.black_hole(True)
-                    stage.sleep(fault.detail["seconds"])
-                    self.wire.black_hole(False)
+                    self.proxy.black_hole(True)
+                    run.sleep(fault.detail["seconds"])
+                    self.proxy.black_hole(False)
 
 
 _BACKENDS = """
@@ -143,17 +145,22 @@ _BACKENDS = """
 
 
 def wait_until_up(url: str) -> None:
-    """Until the server takes connections."""
-    give_up = time.monotonic() + UP_PATIENCE
+    """Wait until the server accepts connections."""
+    deadline = time.monotonic() + UP_TIMEOUT_SECONDS
     while True:
         try:
             psycopg.connect(url, connect_timeout=2).close()
         except psycopg.OperationalError:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
         else:
             return
 
 
-SERVER: tuple[type[Scenario], ...] = (KillServer, KillBackends, TerminateBackends, BadNetwork)
+SERVER_SCENARIOS: tuple[type[Scenario], ...] = (
+    KillServer,
+    KillBackends,
+    TerminateBackends,
+    BadNetwork,
+)

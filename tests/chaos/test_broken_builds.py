@@ -1,6 +1,5 @@
-"""The checker is only worth what it catches: for each promise a build that does not keep it, by one guard
-less in the database or a part less in a process, must be found out by a short run, and the healthy build must
-pass the very same run."""
+"""The checker detects broken builds. For each promise there is a build without one guard, in the database or in a
+process: a short run must report it, and the healthy build must pass the same run."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from python_path import with_python_path
 from server_faults import KillServer
 
 from howdah.chaos import ledger
 from howdah.chaos.history import History
 from howdah.chaos.process_faults import Calm, FaultPoints, KillWorkers, PauseWorkers
-from howdah.chaos.run import Load, Verdict
-from howdah.chaos.run import perform as play
+from howdah.chaos.run import Load, Verdict, perform
 from howdah.chaos.scenario import Place, Scenario
 
 if TYPE_CHECKING:
@@ -28,54 +27,54 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-LOAD = Load(seconds=7, rate=120, workers=3, lease=2, patience=25, backlog=400)
+LOAD = Load(seconds=7, rate=120, workers=3, lease=2, drain_timeout=25, backlog=400)
 
 
 class KillAfterClaim(FaultPoints):
-    """Workers die with jobs that they have claimed and not begun."""
+    """Workers are killed with prefetched jobs that have not started."""
 
     name = "kill after claim"
-    first = 0.5
-    every = 1.5
-    least = 7.0
+    first_seconds = 0.5
+    every_seconds = 1.5
+    min_seconds = 7.0
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
         return "kill at fault point", {"points": ("after-claim",), "time": 1}
 
 
 class KillOne(KillWorkers):
-    """One worker dies, and others are left who could do something about it."""
+    """One worker is killed; the others could recover its jobs."""
 
     name = "kill one"
-    every = 1000.0
+    every_seconds = 1000.0
 
 
 class LongPauses(PauseWorkers):
-    """Until another worker certainly has the jobs, and is at them."""
+    """Pauses until another worker has certainly claimed the jobs and runs them."""
 
     name = "long pauses"
-    every = 2.0
+    every_seconds = 2.0
 
 
 class CrashServer(KillServer):
     """The server crashes a few times."""
 
     name = "crash server"
-    every = 2.0
+    every_seconds = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A build without a guard: how it is made, the run that shows it, and the promise that breaks."""
+    """A build without a guard: how it is made, the run that detects it, and the promise that it breaks."""
 
     lacks: str
     promise: str
     scenario: type[Scenario] = Calm
     edits: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Text to be replaced, by function."""
+    """Text to replace, by SQL function."""
     script: str = ""
     worker: str = ""
-    """How the worker is broken."""
+    """HOWDAH_BROKEN of the worker; see broken_app.py."""
     producer: bool = False
     bare: bool = False
     load: Load = LOAD
@@ -89,14 +88,14 @@ NO_FENCE = {
         "j.lease_id = u.lease_id": "true",
     }
 }
-# Between looking and taking there is time for another worker: what it takes is taken once more.
+# Without the lock, a second worker claims the same rows while the first one sleeps between read and update.
 NO_LOCK = {
     "claim_job_batch": {"FOR UPDATE SKIP LOCKED))": ")) AND (SELECT pg_sleep(0.05) IS NOT NULL)"}
 }
 BUILDS = [
     Build("the fence of an acknowledgement", "P3", LongPauses, NO_FENCE),
     Build("the lock of a claim", "P3", edits=NO_LOCK),
-    # A crash of the server excuses claims that it took back, and no others.
+    # A crash of the server excuses claims that it undid, and no others.
     Build("the lock of a claim, on a server that crashes", "P3", CrashServer, NO_LOCK),
     Build(
         "leases: rescue goes by age", "P3",
@@ -128,19 +127,19 @@ BUILDS = [
     Build(
         "recovery", "P9", KillOne,
         script="UPDATE maintenance SET due_at = 'infinity' WHERE duty IN ('recover', 'sweep')",
-        load=Load(seconds=7, rate=120, workers=3, lease=2, patience=20, backlog=400),
+        load=Load(seconds=7, rate=120, workers=3, lease=2, drain_timeout=20, backlog=400),
     ),
     Build(
         "claims that go on", "P9",
         edits={"claim_job_batch": {
             "\nBEGIN\n": "\nBEGIN\n    IF (SELECT count(*) > 200 FROM finished_jobs) THEN RETURN; END IF;\n",
         }},
-        load=Load(seconds=7, rate=120, workers=3, lease=2, patience=4, backlog=400),
+        load=Load(seconds=7, rate=120, workers=3, lease=2, drain_timeout=4, backlog=400),
     ),
     Build(
         "the order of a lane", "P7",
         edits={"claim_job_batch": {"ORDER BY p.run_at, p.id": "ORDER BY p.run_at DESC, p.id"}},
-        load=Load(seconds=7, rate=200, workers=1, lease=2, patience=25, backlog=400),
+        load=Load(seconds=7, rate=200, workers=1, lease=2, drain_timeout=25, backlog=400),
     ),
     Build(
         "the order of a key", "P7",
@@ -160,35 +159,35 @@ BUILDS = [
                 "UPDATE live_jobs AS j SET status = 'pending', lease_id = NULL, worker_id = NULL\n"
                 "        FROM unnest",
         }},
-        load=Load(seconds=5, rate=40, workers=2, lease=2, patience=8, backlog=400),
+        load=Load(seconds=5, rate=40, workers=2, lease=2, drain_timeout=8, backlog=400),
     ),
 ]  # fmt: skip
 
 
 @pytest.fixture
-def perform(database: str) -> Callable[..., tuple[Verdict, History]]:
+def run_build(database: str) -> Callable[..., tuple[Verdict, History]]:
     def run(build: Build, *, healthy: bool = False) -> tuple[Verdict, History]:
-        crew: dict[str, Any] = {"environment": {"PYTHONPATH": str(HERE)}}
+        supervisor: dict[str, Any] = {"environment": {"PYTHONPATH": with_python_path(HERE)}}
         if not healthy and build.worker:
-            crew["app"] = "broken_app:app"
-            crew["environment"]["HOWDAH_BROKEN"] = build.worker
+            supervisor["app"] = "broken_app:app"
+            supervisor["environment"]["HOWDAH_BROKEN"] = build.worker
         if not healthy and build.producer:
-            crew["producer"] = "broken_producer"
+            supervisor["producer"] = "broken_producer"
         if not healthy and build.bare:
-            crew["bare"] = "broken_bare"
+            supervisor["bare"] = "broken_bare"
 
-        def sabotage(conn: psycopg.Connection[Any], schema: str) -> None:
+        def modify_schema(conn: psycopg.Connection[Any], schema: str) -> None:
             if not healthy:
                 break_functions(conn, schema, build)
 
-        # Those that never end what they began need not be waited for.
-        load = replace(build.load, patience=120) if healthy else build.load
+        # A broken build may leave jobs that never end; waiting longer for them is useless.
+        load = replace(build.load, drain_timeout=120) if healthy else build.load
         with tempfile.TemporaryDirectory(prefix="howdah-broken-") as name:
             directory = Path(name)
-            directory.chmod(0o755)  # the server's account must get in
-            verdict = play(
+            directory.chmod(0o755)  # the server's account must be able to enter
+            verdict = perform(
                 build.scenario(), Place(database, database), directory, 5, load,
-                sabotage=sabotage, crew=crew,
+                modify_schema=modify_schema, supervisor=supervisor,
             )  # fmt: skip
             return verdict, History(ledger.read(directory / ledger.FILE))
 
@@ -196,7 +195,7 @@ def perform(database: str) -> Callable[..., tuple[Verdict, History]]:
 
 
 def break_functions(conn: psycopg.Connection[Any], schema: str, build: Build) -> None:
-    """Edit the text of functions, all that there is of it."""
+    """Replace text in SQL functions and run a script. Every replaced text must occur."""
     conn.execute(f"SET search_path = {schema}".encode())
     for function, edits in build.edits.items():
         row = conn.execute(
@@ -204,10 +203,10 @@ def break_functions(conn: psycopg.Connection[Any], schema: str, build: Build) ->
             "WHERE p.proname = %s AND p.pronamespace = %s::regnamespace",
             (function, schema.strip('"')),
         ).fetchone()
-        assert row is not None, f"there is no function {function}"
+        assert row is not None, f"no function {function}"
         (text,) = row
         for old, new in edits.items():
-            assert old in text, f"{function} does not say {old!r}"
+            assert old in text, f"{function} does not contain {old!r}"
             text = text.replace(old, new)
         conn.execute(text.encode())
     if build.script:
@@ -216,10 +215,10 @@ def break_functions(conn: psycopg.Connection[Any], schema: str, build: Build) ->
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.lacks)
-def test_a_build_that_lacks_a_guard_is_caught(
-    perform: Callable[..., tuple[Verdict, History]], build: Build
+def test_a_build_without_a_guard_is_reported(
+    run_build: Callable[..., tuple[Verdict, History]], build: Build
 ) -> None:
-    verdict, history = perform(build)
+    verdict, history = run_build(build)
     if build.worker or build.producer or build.bare:
         assert any(note["text"].startswith("broken: ") for note in history.notes)
     assert build.promise in verdict.broken(), (verdict.broken(), verdict.notes, verdict.hits)
@@ -232,7 +231,7 @@ RUNS = {(build.scenario, build.load): build for build in reversed(BUILDS)}
 
 @pytest.mark.parametrize("build", RUNS.values(), ids=lambda build: build.scenario.name)
 def test_the_healthy_build_passes_the_same_run(
-    perform: Callable[..., tuple[Verdict, History]], build: Build
+    run_build: Callable[..., tuple[Verdict, History]], build: Build
 ) -> None:
-    verdict, _ = perform(build, healthy=True)
+    verdict, _ = run_build(build, healthy=True)
     assert (verdict.findings, verdict.notes) == ([], [])

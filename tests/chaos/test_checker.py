@@ -1,4 +1,4 @@
-"""What the checker decides, on histories of a few lines: each finding, and the innocent case next to it."""
+"""The checker on histories of a few lines: each finding, and a similar history without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = "job-1"
 
 
 class Story:
-    """A ledger that is written by hand: one job, unless others are named."""
+    """A ledger written by hand, about one job unless others are named."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
@@ -86,42 +86,44 @@ def killed(story: Story, at: float, pid: int = 10) -> Story:
     )
 
 
-def test_a_job_that_simply_runs_breaks_nothing() -> None:
+def test_a_job_that_runs_once_breaks_no_promise() -> None:
     assert plain().row().findings() == []
 
 
-def test_a_finding_names_the_job_and_the_lines() -> None:
+def test_a_finding_names_the_job_and_the_ledger_lines() -> None:
     (finding,) = plain().findings()
     assert (finding.promise, finding.job, finding.lines) == ("P1", JOB, (1, 2))
     assert str(finding) == "P1 job-1: was acknowledged and is gone (ledger lines 1, 2)"
 
 
-def test_a_job_that_never_ends_is_lost_and_an_unknown_one_that_is_not_there_is_not() -> None:
+def test_an_acknowledged_job_that_never_ends_is_lost_and_a_missing_unacknowledged_one_is_not() -> (
+    None
+):
     assert Story().enqueue(0, JOB).row("pending", None).broken() == ["P1"]
     assert Story().enqueue(0, JOB, outcome="unknown").broken() == []
 
 
-def test_two_accepted_ends() -> None:
+def test_two_accepted_ends_under_two_fences_break_p2() -> None:
     story = killed(plain(), 2).claim(5, "b", 11, claims=2).work(5.1, "b", 11).ack(5.3, "b", 11)
     assert story.row(fence="b", attempts=2).broken() == ["P2"]
     again = plain().line(
         1.5, "ack-accepted", 10, job=JOB, fence="a", what="complete", final=True, asked=1.3
     )
-    assert again.row().broken() == []  # the same one, told again
+    assert again.row().broken() == []  # the same completion, sent again
 
 
-def test_a_job_that_is_claimed_after_its_end() -> None:
+def test_a_claim_after_the_end_of_a_job_breaks_p2() -> None:
     assert "P2" in plain().claim(9, "b", 11).row().broken()
     assert plain().row().row().broken() == ["P2"]
 
 
-def test_an_attempt_that_failed_twice() -> None:
+def test_an_attempt_that_failed_twice_breaks_p2() -> None:
     story = plain().row()
     story.errors = [(JOB, 1), (JOB, 1)]
     assert story.broken() == ["P2"]
 
 
-def test_two_live_leases() -> None:
+def test_two_live_leases_of_one_job_break_p3() -> None:
     story = Story().enqueue(0, JOB).claim(1, "a").claim(2, "b", 11, claims=2)
     story.work(2.1, "b", 11).ack(2.3, "b", 11).row(fence="b")
     assert story.broken() == ["P3"]
@@ -129,22 +131,22 @@ def test_two_live_leases() -> None:
     assert late.work(3.6, "b", 11).ack(3.8, "b", 11).row(fence="b").broken() == []
 
 
-def test_two_claims_at_once_that_both_got_the_job() -> None:
+def test_two_concurrent_claims_that_both_returned_the_job_break_p3() -> None:
     story = Story().enqueue(0, JOB).claim(1, "a").claim(1.05, "b", 11, claims=2)
     story.work(1.1, "b", 11).ack(1.3, "b", 11).row(fence="b")
     assert story.broken() == ["P3"]
-    # One of them may have been answered long ago, and its worker was slow to hear of it.
+    # One of them may have been committed long before its worker received the reply.
     late = Story().enqueue(0, JOB).claim(5, "a", asked=1.0).claim(4, "b", 11, claims=2)
     assert late.work(4.1, "b", 11).ack(5.3, "b", 11).row(fence="b").broken() == []
-    # Or have been given up before the other one was answered.
-    given = Story().enqueue(0, JOB).claim(1, "a").ack(1.01, "a", what="release", final=False)
-    given.claim(1.05, "b", 11).work(1.1, "b", 11).ack(1.3, "b", 11)
-    assert given.row(fence="b").broken() == []
+    # Or its job may have been released before the other claim was answered.
+    released = Story().enqueue(0, JOB).claim(1, "a").ack(1.01, "a", what="release", final=False)
+    released.claim(1.05, "b", 11).work(1.1, "b", 11).ack(1.3, "b", 11)
+    assert released.row(fence="b").broken() == []
 
 
 def crash(at: float = 1.1, scope: str = "server", second: float = 2, **claim: Any) -> Story:
-    """A job is claimed, something happens to the server, and it is claimed again before its lease ends."""
-    fault = {"fault": 5, "name": "what happens", "scope": scope}
+    """A job is claimed, a fault hits the server, and the job is claimed again before its lease expires."""
+    fault = {"fault": 5, "name": "any fault", "scope": scope}
     story = Story().enqueue(0, JOB).claim(1, "a", durable=claim.pop("durable", False))
     story.line(at, "fault", 1, phase="begin", **fault).line(
         at + 0.4, "fault", 1, phase="end", **fault
@@ -153,42 +155,45 @@ def crash(at: float = 1.1, scope: str = "server", second: float = 2, **claim: An
     return story.row(fence="b")
 
 
-def test_a_claim_that_a_crash_of_the_server_took_back() -> None:
+def test_only_a_crash_between_two_claims_excuses_a_claim_that_was_undone() -> None:
     assert crash().broken() == []
-    assert crash(claims=2).broken() == ["P3"]  # it had counted: it was there
-    assert crash(durable=True).broken() == ["P3"]  # that of a bare queue waits for the disk
-    assert crash(scope="connection").broken() == ["P3"]  # nothing but a crash undoes anything
-    assert crash(at=0.2).broken() == ["P3"]  # long before
-    assert crash(at=2.1).broken() == ["P3"]  # and after
+    assert crash(claims=2).broken() == ["P3"]  # the first claim was counted, so it was not undone
+    assert crash(durable=True).broken() == ["P3"]  # the claim of a bare queue is durable
+    assert crash(scope="connection").broken() == ["P3"]  # only a crash undoes a commit
+    assert crash(at=0.2).broken() == ["P3"]  # before the first claim
+    assert crash(at=2.1).broken() == ["P3"]  # after the second claim
     calm = Story().enqueue(0, JOB).claim(1, "a").claim(2, "b", 11)
     assert calm.work(2.1, "b", 11).ack(2.3, "b", 11).row(fence="b").broken() == ["P3"]
 
 
 @pytest.mark.parametrize(("asked", "broken"), [(1.01, ["P3"]), (0.95, []), (1.05, [])])
 def test_a_claim_that_was_flushed_is_not_undone_by_a_crash(asked: float, broken: list[str]) -> None:
-    # An enqueue takes 0.1 s here: asked for after the claim was answered, answered before the crash.
+    # An enqueue takes 0.1 s here. It flushes the claim if it is sent after the claim's reply and answered before the
+    # crash.
     story = crash(at=1.12).enqueue(asked, "job-2")
     story.claim(3, "c", 11, "job-2").work(3.1, "c", 11, "job-2").ack(3.3, "c", 11, "job-2")
     assert story.row(job="job-2", fence="c").broken() == broken
 
 
-def test_a_worker_that_hears_late_of_its_claim_is_not_taken_for_the_second() -> None:
+def test_a_late_reply_to_the_first_claim_does_not_make_it_the_second() -> None:
     story = Story().enqueue(0, JOB).claim(4, "b", 11, claims=2, attempt=2).work(4.1, "b", 11)
     story.claim(4.5, "a", asked=1.0)
     assert story.ack(5, "b", 11).row(fence="b", attempts=1).broken() == []
 
 
-def test_a_lease_that_was_extended_is_live_for_longer() -> None:
+def test_an_extension_lengthens_the_time_in_which_a_lease_is_live() -> None:
     story = killed(Story().enqueue(0, JOB).claim(1, "a"), 4).claim(4.5, "b", 11, claims=2)
     story.work(4.6, "b", 11).ack(4.8, "b", 11).row(fence="b", attempts=2)
     beat = Line(99, 3.1, 10, "beat", {"job": JOB, "fence": "a", "asked": 3.0})
-    assert story.broken() == ["P8"]  # one began, and two attempts are gone
+    assert story.broken() == ["P8"]  # one run started, and two attempts were used
     story.lines.append(beat)
     assert story.broken() == ["P3", "P8"]
 
 
 @pytest.mark.parametrize(("asked", "broken"), [(5.2, ["P3"]), (4.9, [])])
-def test_a_stale_write(asked: float, broken: list[str]) -> None:
+def test_a_write_under_a_stale_fence_breaks_p3_if_it_was_sent_after_the_next_claim(
+    asked: float, broken: list[str]
+) -> None:
     story = Story().enqueue(0, JOB).claim(1, "a").line(1.1, "start", job=JOB, fence="a", attempt=1)
     pause = {"fault": 1, "name": "pause worker", "scope": "worker", "target": 10}
     story.line(1.2, "fault", 1, phase="begin", **pause).line(4.8, "fault", 1, phase="end", **pause)
@@ -197,24 +202,24 @@ def test_a_stale_write(asked: float, broken: list[str]) -> None:
     assert story.row(fence="b", attempts=2).broken() == broken
 
 
-def test_attempts_over_the_cap() -> None:
+def test_attempts_over_the_maximum_break_p4() -> None:
     assert "P4" in plain().row(attempts=4).broken()
     assert "P4" in plain().claim(9, "b", attempt=4).row().broken()
 
 
-def test_an_attempt_that_a_neighbour_burned() -> None:
+def test_an_attempt_used_by_a_claim_without_a_start_breaks_p8() -> None:
     story = killed(Story().enqueue(0, JOB).claim(1, "a"), 1.1).claim(
         4, "b", 11, claims=2, attempt=2
     )
     story.work(4.1, "b", 11).ack(4.3, "b", 11)
     assert story.row(fence="b", attempts=2).broken() == ["P8"]
-    # An attempt is given back ten times; what has died with its worker more often pays.
+    # An attempt is given back at most ten times.
     for claims, broken in ((11, ["P8"]), (12, [])):
         story.rows.clear()
         assert story.row(fence="b", attempts=2, claims=claims).broken() == broken
 
 
-def test_a_lease_that_was_given_back_used_no_attempt() -> None:
+def test_a_released_job_must_not_have_used_an_attempt() -> None:
     story = Story().enqueue(0, JOB).claim(1, "a").ack(1.2, "a", what="release", final=False)
     story.claim(2, "b", 11).work(2.1, "b", 11).ack(2.3, "b", 11)
     assert story.row(fence="b").broken() == []
@@ -222,19 +227,19 @@ def test_a_lease_that_was_given_back_used_no_attempt() -> None:
     assert story.row(fence="b", attempts=2).broken() == ["P8"]
 
 
-def test_a_rolled_back_enqueue_that_is_there_or_ran() -> None:
+def test_a_rolled_back_enqueue_whose_job_exists_or_ran_breaks_p5() -> None:
     assert Story().enqueue(0, JOB, outcome="rolled-back").broken() == []
     assert Story().enqueue(0, JOB, outcome="rolled-back").row("pending", None).broken() == ["P5"]
     assert Story().enqueue(0, JOB, outcome="rolled-back").claim(1, "a").broken() == ["P5"]
 
 
-def test_work_that_was_not_done_or_only_later() -> None:
+def test_a_completion_without_its_work_or_before_it_breaks_p6() -> None:
     assert Story().enqueue(0, JOB).claim(1, "a").ack(1.3, "a").row().broken() == ["P6"]
     late = Story().enqueue(0, JOB).claim(1, "a").ack(1.1, "a").work(1.3, "a")
     assert late.row().broken() == ["P6"]
 
 
-def test_a_run_that_nothing_explains() -> None:
+def test_a_second_run_without_a_fault_breaks_p6() -> None:
     story = Story().enqueue(0, JOB).claim(1, "a").line(1.1, "start", job=JOB, fence="a", attempt=1)
     story.claim(5, "b", 11, claims=2, attempt=2).work(5.1, "b", 11).ack(5.3, "b", 11)
     assert story.row(fence="b", attempts=2).broken() == ["P6"]
@@ -245,8 +250,10 @@ def test_a_run_that_nothing_explains() -> None:
     ("scope", "seconds", "broken"),
     [("connection", 0.1, []), ("delay", 3, []), ("delay", 0.3, ["P6"]), ("neighbour", 3, ["P6"])],
 )
-def test_what_explains_a_second_run(scope: str, seconds: float, broken: list[str]) -> None:
-    fault = {"fault": 5, "name": "what happens", "scope": scope}
+def test_only_a_fault_that_can_expire_a_lease_explains_a_second_run(
+    scope: str, seconds: float, broken: list[str]
+) -> None:
+    fault = {"fault": 5, "name": "any fault", "scope": scope}
     story = Story().enqueue(0, JOB).claim(1, "a").line(1.1, "start", job=JOB, fence="a", attempt=1)
     story.line(1.2, "fault", 1, phase="begin", **fault)
     story.line(1.2 + seconds, "fault", 1, phase="end", **fault)
@@ -254,7 +261,7 @@ def test_what_explains_a_second_run(scope: str, seconds: float, broken: list[str
     assert story.row(fence="b", attempts=2).broken() == broken
 
 
-def test_rows_that_are_written_exactly_once() -> None:
+def test_a_handler_that_wrote_no_row_or_two_rows_breaks_p6() -> None:
     story = plain().row(job_type="chaos.once")
     assert story.broken() == ["P6"]
     story.effects = {JOB: 1}
@@ -263,13 +270,15 @@ def test_rows_that_are_written_exactly_once() -> None:
     assert story.broken() == ["P6"]
 
 
-def test_one_enqueue_that_made_two_jobs() -> None:
+def test_one_enqueue_that_created_two_jobs_breaks_p6() -> None:
     story = plain().row().row(job="job-2", tag=JOB, status="pending", fence=None)
     assert story.broken() == ["P6"]
 
 
 @pytest.mark.parametrize(("second", "broken"), [(1.2, ["P7"]), (1.5, [])])
-def test_an_ordering_key(second: float, broken: list[str]) -> None:
+def test_a_claim_before_the_end_of_the_preceding_job_of_its_key_breaks_p7(
+    second: float, broken: list[str]
+) -> None:
     story = Story().enqueue(0, JOB, key="k", n=0).enqueue(0.2, "job-2", key="k", n=1)
     story.claim(1, "a").work(1.1, "a").ack(1.3, "a").row()
     story.claim(second, "b", 11, "job-2").work(second + 0.1, "b", 11, "job-2")
@@ -281,7 +290,9 @@ def test_an_ordering_key(second: float, broken: list[str]) -> None:
     ("priority", "second", "broken"),
     [(100, 0.5, ["P7"]), (100, 1.5, []), (150, 0.5, []), (30, 0.5, ["P7"])],
 )
-def test_the_order_of_a_lane(priority: int, second: float, broken: list[str]) -> None:
+def test_a_claim_before_a_preceding_job_of_the_same_type_breaks_p7(
+    priority: int, second: float, broken: list[str]
+) -> None:
     story = Story().enqueue(0, JOB).enqueue(0.2, "job-2", priority=priority)
     story.claim(1, "a").work(1.1, "a").ack(1.3, "a").row()
     story.claim(second, "b", 11, "job-2").work(second + 0.1, "b", 11, "job-2")
@@ -289,18 +300,18 @@ def test_the_order_of_a_lane(priority: int, second: float, broken: list[str]) ->
     assert story.broken() == broken
 
 
-def test_a_lease_that_nobody_takes_back_while_there_is_a_worker() -> None:
+def test_a_stale_job_that_is_not_recovered_while_a_worker_is_available_breaks_p9() -> None:
     story = killed(plain(), 2).row()
     story.line(9, "overdue", 1, job=JOB, fence="a", seconds=5.5)
-    assert story.broken() == []  # nobody was there
+    assert story.broken() == []  # no worker was available
     story.line(1, "ready", 1, child=12, role="worker")
     assert story.broken() == ["P9"]
     down = {"fault": 5, "name": "kill server", "scope": "server"}
     story.line(4, "fault", 1, phase="begin", **down).line(6, "fault", 1, phase="end", **down)
-    assert story.broken() == []  # the server has been back for three seconds
+    assert story.broken() == []  # the server has been up for three seconds
 
 
-def test_a_row_that_a_paused_worker_has_locked_is_its_own_until_it_goes_on() -> None:
+def test_a_stale_job_that_a_paused_worker_is_acknowledging_need_not_be_recovered() -> None:
     pause = {"fault": 1, "name": "pause worker", "scope": "worker", "target": 10}
     story = Story().enqueue(0, JOB).line(0, "ready", 1, child=12, role="worker").claim(1, "a")
     story.work(1.1, "a").line(1.4, "fault", 1, phase="begin", **pause)
@@ -312,38 +323,38 @@ def test_a_row_that_a_paused_worker_has_locked_is_its_own_until_it_goes_on() -> 
     assert story.broken() == ["P9"]
 
 
-def standstill(*due: int) -> Story:
-    """A worker is ready, and after the only job there was so many are due, second by second."""
+def due_jobs(*due: int) -> Story:
+    """A worker is ready, its only job has ended, and then so many jobs are due, second by second."""
     story = plain().row().line(0, "ready", 1, child=10, role="worker")
     for second, count in enumerate(due, 2):
         story.line(second, "sample", 1, pending=count, due=count, claimed=0, finished=1)
     return story
 
 
-def test_jobs_are_due_and_nobody_claims() -> None:
-    assert standstill(3, 3, 3, 3, 3, 3, 3).broken() == ["P9"]
-    assert standstill(3, 3, 3, 3, 3, 3).broken() == []  # five seconds are allowed
-    assert standstill(3, 3, 3, 0, 3, 3, 3).broken() == []
-    # One is claimed in between, and none of those that are due.
-    busy = standstill(3, 3, 3, 3, 3, 3, 3).enqueue(0, "job-2").claim(4.5, "c", 10, "job-2")
+def test_due_jobs_that_no_worker_claims_break_p9_after_five_seconds() -> None:
+    assert due_jobs(3, 3, 3, 3, 3, 3, 3).broken() == ["P9"]
+    assert due_jobs(3, 3, 3, 3, 3, 3).broken() == []  # five seconds are allowed
+    assert due_jobs(3, 3, 3, 0, 3, 3, 3).broken() == []
+    # Another job is claimed in between.
+    busy = due_jobs(3, 3, 3, 3, 3, 3, 3).enqueue(0, "job-2").claim(4.5, "c", 10, "job-2")
     busy.work(4.6, "c", 10, "job-2").ack(4.8, "c", 10, "job-2")
     assert busy.row(job="job-2", fence="c").broken() == []
 
 
-def test_nobody_claims_while_something_keeps_them_from_it() -> None:
+def test_due_jobs_need_not_be_claimed_while_a_fault_keeps_the_workers_from_it() -> None:
     due = (3,) * 7
-    gone = standstill(*due).line(2.5, "exit", 1, child=10, role="worker", code=0)
+    gone = due_jobs(*due).line(2.5, "exit", 1, child=10, role="worker", code=0)
     assert gone.broken() == []
     for scope, broken in (("delay", []), ("connection", []), ("neighbour", ["P9"])):
-        fault = {"fault": 5, "name": "what happens", "scope": scope}
-        story = standstill(*due).line(3, "fault", 1, phase="begin", **fault)
+        fault = {"fault": 5, "name": "any fault", "scope": scope}
+        story = due_jobs(*due).line(3, "fault", 1, phase="begin", **fault)
         assert story.line(3.5, "fault", 1, phase="end", **fault).broken() == broken
     paused = {"fault": 5, "name": "pause worker", "scope": "worker", "target": 10}
-    story = standstill(*due).line(3, "fault", 1, phase="begin", **paused)
+    story = due_jobs(*due).line(3, "fault", 1, phase="begin", **paused)
     assert story.line(4, "fault", 1, phase="end", **paused).broken() == []
 
 
-def test_a_worker_that_does_not_find_back() -> None:
+def test_a_worker_that_reconnects_later_than_five_seconds_after_the_fault_breaks_p9() -> None:
     cut = {"fault": 5, "name": "cut connections", "scope": "connection"}
     story = plain().row().line(2, "fault", 1, phase="begin", **cut)
     story.line(3, "fault", 1, phase="end", **cut)
@@ -357,13 +368,13 @@ def test_a_worker_that_does_not_find_back() -> None:
     ("function", "claimed", "broken"),
     [("run_maintenance", 69.9, []), ("run_maintenance", 9.9, ["P9"]), ("complete_jobs", 69.9, ["P9"])],
 )  # fmt: skip
-def test_duties_that_nobody_answers_are_no_standstill_while_claims_are_answered(
+def test_maintenance_without_a_reply_breaks_nothing_while_claims_get_replies(
     function: str, claimed: float, broken: list[str]
 ) -> None:
     story = plain().row().line(70, "trouble", 10, asked=10.0, function=function, claimed=claimed)
     story.line(70.1, "well", 10, asked=70.05, function="claim_job_batch")
     assert story.broken() == broken
-    # What came to grief besides is not hidden by them.
+    # Other failures are reported nevertheless.
     story.line(79, "trouble", 10, asked=72.0, function="claim_job_batch", claimed=71.9)
     story.line(79.1, "well", 10, asked=79.05, function="claim_job_batch")
     assert story.broken() == ["P9"]

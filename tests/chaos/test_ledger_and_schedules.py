@@ -1,4 +1,4 @@
-"""The parts of a run: a ledger that survives its writers, schedules that a seed decides."""
+"""The ledger survives the kill of its writers; equal seeds give equal schedules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from server_faults import SERVER
+from server_faults import SERVER_SCENARIOS
 
 from howdah.chaos import ledger
-from howdah.chaos.process_faults import WORKERS
+from howdah.chaos.process_faults import PROCESS_SCENARIOS
 from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ while True:
 """
 
 
-def test_lines_of_writers_that_are_killed_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_killed_writers_leave_only_complete_lines_in_the_ledger(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) for _ in range(4)]
     try:
@@ -42,7 +42,7 @@ def test_lines_of_writers_that_are_killed_are_there_whole_or_not_at_all(tmp_path
             os.kill(writer.pid, signal.SIGKILL)
             writer.wait()
     lines = ledger.read(path)
-    # Each writer may have left one beginning.
+    # Each writer may have left one partial line.
     assert len(lines) >= path.read_bytes().count(b"\n") - len(writers)
     for pid in {line.pid for line in lines}:
         mine = [line for line in lines if line.pid == pid]
@@ -51,7 +51,7 @@ def test_lines_of_writers_that_are_killed_are_there_whole_or_not_at_all(tmp_path
         assert [line.t for line in mine] == sorted(line.t for line in mine)
 
 
-def test_the_beginning_of_a_line_harms_no_other(tmp_path: Path) -> None:
+def test_a_partial_line_does_not_affect_other_lines(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     writer = ledger.Ledger(path)
     writer.write("note", text="before")
@@ -62,15 +62,17 @@ def test_the_beginning_of_a_line_harms_no_other(tmp_path: Path) -> None:
     assert [line["text"] for line in ledger.read(path)] == ["before", "after"]
 
 
-@pytest.mark.parametrize("kind", [*WORKERS, *SERVER], ids=lambda kind: kind.name)
-def test_a_seed_decides_the_schedule(kind: type) -> None:
+@pytest.mark.parametrize(
+    "kind", [*PROCESS_SCENARIOS, *SERVER_SCENARIOS], ids=lambda kind: kind.name
+)
+def test_equal_seeds_give_equal_schedules(kind: type) -> None:
     schedules = [[str(fault) for fault in kind().schedule(Random(seed), 60)] for seed in (1, 1, 2)]
     assert schedules[0] == schedules[1]
     assert len(schedules[0]) > 5
     assert schedules[0] != schedules[2] or kind.name == "rolling restarts"
 
 
-def test_every_fault_point_has_its_turn() -> None:
-    (kind,) = [each for each in WORKERS if each.name == "fault points"]
-    faults = kind().schedule(Random(1), kind.least)
+def test_the_schedule_of_fault_points_contains_every_point() -> None:
+    (kind,) = [each for each in PROCESS_SCENARIOS if each.name == "fault points"]
+    faults = kind().schedule(Random(1), kind.min_seconds)
     assert {point for fault in faults for point in fault.detail["points"]} == set(POINTS)

@@ -252,7 +252,7 @@ def test_json_logs_are_one_object_per_line(
     until(lambda: all_ended(conn), "it ended")
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0
-    (failure,) = worker.said("a job failed")  # every line was read as JSON
+    (failure,) = worker.said("job failed")  # every line was read as JSON
     assert failure["job_id"] == str(handle.id)
     assert failure["state"] == "retrying"
     assert failure["error"] == "OSError: not yet"

@@ -1,14 +1,14 @@
-"""Reads the code blocks of a Markdown page. What each kind is for, and how `reader.py` runs it:
+"""Parses the code blocks of a Markdown page. The languages, and how `reader.py` runs them:
 
-    python    executed in one namespace; `print(x)  # 3` also checks what was printed, and so does a `text`
-              block right behind it, in which `...` is anything
-              `# shop.py` as the first line: written to that file instead, and `# shop.py, continued` added
-    console   lines after `$ ` go to one bash script; what follows them must be printed, `...` is anything
-              `$ howdah worker …` by itself runs in the background, until `^C` or the end of the page
+    python    executed in one namespace; `print(x)  # 3` checks the printed text, and so does a `text` block directly
+              after it, in which `...` matches anything
+              `# shop.py` as the first line: written to that file instead; `# shop.py, continued`: appended to it
+    console   lines after `$ ` are one bash script; the other lines must be its output, `...` matches anything
+              `$ howdah worker …` alone runs in the background, until `^C` or the end of the page
     sql       run on the database, in autocommit mode
     pyi       signatures, compared with the code by test_python_reference.py
 
-A block is left out only under `<!-- not run: reason -->`.
+A block is skipped only after `<!-- not run: reason -->`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Block:
 
     @property
     def prints(self) -> bool:
-        """Whether it runs here, and what it prints is seen."""
+        """Whether it is executed, so that its output can be checked."""
         return self.language == "python" and self.file is None and self.reason is None
 
     @property
     def file(self) -> tuple[str, bool] | None:
-        """The file that it is written to, and whether it is added to what is there."""
+        """The file that it is written to, and whether it is appended."""
         found = _CAPTION.match(self.code) if self.language == "python" else None
         return (found["name"], found["continued"] is not None) if found else None
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every block of a page. A `text` block right behind a `python` one is its output."""
+    """Every block of a page. A `text` block directly after a `python` block is its output."""
     text = page.read_text()
     found: list[Block] = []
     fences = end = 0
@@ -66,11 +66,11 @@ def blocks(page: Path) -> list[Block]:
             code=match["code"],
             reason=match["reason"],
         )
-        adjoins = found and found[-1].prints and not text[end : match.start()].strip()
+        is_output = found and found[-1].prints and not text[end : match.start()].strip()
         end = match.end()
-        if block.language == "text" and not block.reason and adjoins:
+        if block.language == "text" and not block.reason and is_output:
             found[-1] = replace(found[-1], output=block.code)
         else:
             found.append(block)
-    assert text.count("```") == fences, f"a block of {page.name} is not read"
+    assert text.count("```") == fences, f"a block of {page.name} was not parsed"
     return found

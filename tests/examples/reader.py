@@ -1,4 +1,4 @@
-"""Follows a page from top to bottom, as somebody would who types in what it says; see `blocks.py`."""
+"""Runs the blocks of a page from top to bottom, like a reader who types them in; see `blocks.py`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from blocks import Block
 
-PATIENCE = 240.0
+COMMAND_TIMEOUT_SECONDS = 240.0
 _WORKER = re.compile(r"\$ (\w+=\S+ )*howdah worker ")
 _PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.MULTILINE)
 
 
 class Reader:
-    """Somebody who follows the page in an empty directory."""
+    """Runs the blocks of one page in an empty directory."""
 
     def __init__(self, directory: Path, variables: dict[str, str]) -> None:
         self._directory = directory
@@ -42,7 +42,7 @@ class Reader:
         self._workers: list[BackgroundCommand] = []
         sys.path.insert(0, str(directory))
 
-    def follow(self, block: Block) -> None:
+    def run(self, block: Block) -> None:
         match block.language:
             case "python" if block.file is not None:
                 self._write(block, *block.file)
@@ -55,26 +55,26 @@ class Reader:
             case "sql":
                 self._sql(block)
 
-    def leave(self) -> None:
-        """Close what the page left open."""
+    def close(self) -> None:
+        """Stop workers and close queues that the page left open."""
         for worker in self._workers:
             worker.stop()
-        self._forget(self._names)
+        self._unload(self._names)
         sys.path.remove(str(self._directory))
         for owner in (self._namespace, *map(vars, self._modules)):
             for value in owner.values():
                 if isinstance(value, JobQueue | App):
                     value.close()
 
-    def _write(self, block: Block, name: str, more: bool) -> None:
+    def _write(self, block: Block, name: str, append: bool) -> None:
         path = self._directory / name
-        before = path.read_text() if more else ""
-        path.write_text(before + ("\n\n" if more else "") + block.code)
+        before = path.read_text() if append else ""
+        path.write_text(before + ("\n\n" if append else "") + block.code)
         self._names.add(name.removesuffix(".py").replace("/", "."))
-        self._forget(self._names)
+        self._unload(self._names)
 
-    def _forget(self, names: Iterable[str]) -> None:
-        """Have these modules read anew by whoever imports them next."""
+    def _unload(self, names: Iterable[str]) -> None:
+        """Remove these modules, so that the next import reads them again."""
         for name in names:
             module = sys.modules.pop(name, None)
             if module is not None:
@@ -118,12 +118,12 @@ class Reader:
             env=self._environment(),
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=COMMAND_TIMEOUT_SECONDS,
             check=False,
         )
         assert done.returncode == 0, f"{block}: {done.stdout}{done.stderr}"
         assert matches(expected, done.stdout), f"{block}: {done.stdout}"
-        # What one block exports the next ones see, in Python too.
+        # Variables that one block exports are set for the next ones, in Python too.
         exported = dict(pair.split("=", 1) for pair in after.read_text().split("\0") if pair)
         after.unlink()
         for name in exported.keys() - self._variables.keys() - {"_", "SHLVL", "PWD", "OLDPWD"}:
@@ -135,7 +135,7 @@ class Reader:
 
 
 class BackgroundCommand:
-    """A command that goes on while the page is read."""
+    """A command that runs in the background."""
 
     def __init__(self, command: str, directory: Path, variables: dict[str, str]) -> None:
         self._log = directory / f"worker-{time.monotonic_ns()}.log"
@@ -152,17 +152,17 @@ class BackgroundCommand:
         return self._log.read_text()
 
     def wait_for(self, expected: str) -> None:
-        give_up = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + COMMAND_TIMEOUT_SECONDS
         while not matches(expected, self.output()):
             assert self._process.poll() is None, self.output()
-            assert time.monotonic() < give_up, self.output()
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
 
     def stop(self) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
-            assert self._process.wait(PATIENCE) == 0, self.output()
+            assert self._process.wait(COMMAND_TIMEOUT_SECONDS) == 0, self.output()
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -170,6 +170,6 @@ class BackgroundCommand:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether something was printed as it is shown, where `...` is anything, also nothing."""
+    """Whether the output equals the expected text, in which `...` matches anything, including nothing."""
     pattern = ".*".join(map(re.escape, expected.split("...")))
     return re.fullmatch(pattern, printed, re.DOTALL) is not None

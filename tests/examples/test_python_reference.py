@@ -1,4 +1,4 @@
-"""The Python reference says what `howdah` exports: every name, under its signature of today."""
+"""The Python reference documents every name that `howdah` exports, with its current signature."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ METHODS = {
 }
 
 
-def test_every_public_name_is_documented_and_no_other() -> None:
+def test_exactly_the_public_names_are_documented() -> None:
     assert sorted([*SECTIONS, *ERRORS]) == sorted(howdah.__all__)
 
 
-def test_the_signatures_are_those_of_the_code() -> None:
+def test_the_signatures_equal_those_of_the_code() -> None:
     assert reference.with_signatures(PAGE) == PAGE, "run `python tools/python_reference.py`"
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_class_or_function_has_its_signature(name: str) -> None:
+def test_every_class_and_function_has_a_signature(name: str) -> None:
     value = getattr(howdah, name)
-    is_twin = name == "AsyncJobQueue"  # whose methods are those of JobQueue, see below
+    is_twin = name == "AsyncJobQueue"  # its methods are those of JobQueue, see below
     needs = (inspect.isclass(value) or inspect.isfunction(value)) and not is_twin
     assert ("```pyi" in SECTIONS[name]) == needs
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_the_table_of_errors_is_right(name: str) -> None:
+def test_the_table_of_errors_has_the_base_and_attributes_of_each_error(name: str) -> None:
     error = getattr(howdah, name)
     base, text = ERRORS[name]
     assert error.__bases__[0].__name__ == base

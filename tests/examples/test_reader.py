@@ -1,4 +1,4 @@
-"""The reader notices what a page says wrongly."""
+"""The reader detects errors on a page."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def follow(directory: Path, text: str) -> None:
+def run_page(directory: Path, text: str) -> None:
     page = directory / "page.md"
     page.write_text(text)
     reader = Reader(directory, {"PATH": os.environ["PATH"]})
     try:
         for block in blocks(page):
-            reader.follow(block)
+            reader.run(block)
     finally:
-        reader.leave()
+        reader.close()
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def follow(directory: Path, text: str) -> None:
         "```python\n# one.py\nx = 1\n```\n```python\nfrom one import x\n\nprint(x)  # 1\n```\n",
     ],
 )
-def test_what_is_right_passes(tmp_path: Path, text: str) -> None:
-    follow(tmp_path, text)
+def test_a_correct_page_passes(tmp_path: Path, text: str) -> None:
+    run_page(tmp_path, text)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_what_is_right_passes(tmp_path: Path, text: str) -> None:
         "```console\n$ howdah worker nosuch:app\n... worker started ...\n```\n",
     ],
 )
-def test_what_is_wrong_fails(tmp_path: Path, text: str) -> None:
+def test_a_wrong_page_fails(tmp_path: Path, text: str) -> None:
     with pytest.raises(AssertionError):
-        follow(tmp_path, text)
+        run_page(tmp_path, text)
 
 
-def test_a_file_is_continued_and_read_anew(tmp_path: Path) -> None:
+def test_a_continued_file_is_imported_again(tmp_path: Path) -> None:
     use = "```python\nimport two\n\nprint(vars(two).get('y'))  # {}\n```\n"
-    follow(
+    run_page(
         tmp_path,
         "```python\n# two.py\nx = 1\n```\n"
         + use.format("None")
@@ -65,13 +65,13 @@ def test_a_file_is_continued_and_read_anew(tmp_path: Path) -> None:
     )
 
 
-def test_text_that_belongs_to_nothing_needs_a_reason(tmp_path: Path) -> None:
+def test_a_text_block_without_a_python_block_needs_a_reason(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```console\n$ true\n```\n\n```text\nanything\n```\n")
     assert [block.language for block in blocks(page)] == ["console", "text"]
     assert "text" not in LANGUAGES
 
 
-def test_dots_stand_for_anything_also_over_lines() -> None:
+def test_three_dots_match_anything_including_line_breaks() -> None:
     assert matches("a ... z\n", "a b\nc z\n")
     assert not matches("a ... z\n", "a b c\n")

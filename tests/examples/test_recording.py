@@ -1,4 +1,4 @@
-"""The recording in the README is the one that `make recording` made."""
+"""The README contains the recording that `make recording` wrote."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from tools import ROOT, load
 record_demo = load("record_demo")
 
 
-def test_the_readme_shows_what_was_recorded() -> None:
+def test_the_readme_contains_the_recording() -> None:
     readme = (ROOT / "README.md").read_text()
     recording = (ROOT / "docs/demo.txt").read_text()
     assert record_demo.with_recording(readme, recording) == readme
 
 
-def test_the_recording_ends_with_nothing_lost() -> None:
+def test_the_recording_reports_no_lost_job() -> None:
     lines = (ROOT / "docs/demo.txt").read_text().splitlines()
     assert ["lost", "0"] in [line.split() for line in lines]

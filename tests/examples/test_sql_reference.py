@@ -1,4 +1,4 @@
-"""The SQL reference says what the database has: no more, no less, under the same names."""
+"""The SQL reference documents exactly the functions, columns and relations of the database."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Parameter(NamedTuple):
 
 
 def sections(text: str) -> dict[str, str]:
-    """Every `### name` and what stands under it."""
+    """Every heading and the text below it."""
     parts = re.split(r"^##+ (.+)$", text, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def rows(text: str) -> list[list[str]]:
-    """The rows of the tables in a text, without their headings."""
+    """The rows of the table in a text, without its heading."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -45,7 +45,7 @@ INTERNAL = set(re.findall(r"`(\w+)`", PAGE[PAGE.index("\n## Internal functions")
 
 @pytest.fixture(scope="module")
 def conn(server: EmbeddedServer, template: str) -> Iterator[psycopg.Connection]:
-    """On the template itself, as nothing is written."""
+    """A connection to the template itself, since nothing is written."""
     url = server.url.replace("/howdah?", f"/{template}?")
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute("SET search_path = howdah")
@@ -83,16 +83,16 @@ def test_the_parameters_of_a_function_are_those_of_the_database(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_a_function_returns_is_what_the_page_says(
+def test_the_return_type_of_a_function_is_that_of_the_database(
     conn: psycopg.Connection, function: str
 ) -> None:
-    said = re.search(r"Returns\s+`([^`]+)`", FUNCTIONS[function])
-    assert said, "the page does not say what it returns"
+    documented = re.search(r"Returns\s+`([^`]+)`", FUNCTIONS[function])
+    assert documented, "the page does not contain its return type"
     query = (
         "SELECT pg_get_function_result(oid) FROM pg_proc "
         "WHERE pronamespace = 'howdah'::regnamespace AND proname = %s"
     )
-    assert conn.execute(query, [function]).fetchone() == (said[1],)
+    assert conn.execute(query, [function]).fetchone() == (documented[1],)
 
 
 def test_the_columns_of_jobs_are_those_of_the_view(conn: psycopg.Connection) -> None:
@@ -106,7 +106,7 @@ def test_the_columns_of_jobs_are_those_of_the_view(conn: psycopg.Connection) -> 
     assert documented == existing
 
 
-def test_every_relation_is_named(conn: psycopg.Connection) -> None:
+def test_every_relation_is_documented(conn: psycopg.Connection) -> None:
     query = (
         "SELECT relname FROM pg_class WHERE relnamespace = 'howdah'::regnamespace "
         "AND relkind IN ('r', 'v', 'p') AND NOT relispartition"

@@ -1,4 +1,4 @@
-"""The programs in `tools/`, as modules."""
+"""Imports the programs in `tools/` as modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(name: str) -> ModuleType:
-    """`tools/name.py`, without running it."""
+    """The module of `tools/name.py`, without running its main program."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     assert spec is not None
     assert spec.loader is not None

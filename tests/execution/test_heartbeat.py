@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from howdah.database.store import Store
-from howdah.execution.heartbeat import SUSPICION, Heartbeat
+from howdah.execution.heartbeat import SUSPECT_SECONDS, Heartbeat
 from howdah.execution.run import Run
 from howdah.protocol.worker_statements import WorkerStatements
 
@@ -80,6 +80,6 @@ def test_a_run_that_has_just_begun_is_not_told_of(
     run.started = time.monotonic()
     heartbeat.beat()
     assert connect().execute(status).fetchone() == ("claimed",)
-    run.started -= SUSPICION
+    run.started -= SUSPECT_SECONDS
     heartbeat.beat()
     assert connect().execute(status).fetchone() == ("running",)

@@ -117,7 +117,7 @@ async def test_a_watcher_follows_a_job_through_its_retries(
 async def test_notifications_make_a_watcher_quick(
     stepping: Any, gate: Gate, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "POLL", 3600.0)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 3600.0)
     handle = await stepping.aenqueue()
     changes = handle.awatch()
     async for change in changes:
@@ -131,8 +131,8 @@ async def test_notifications_make_a_watcher_quick(
 async def test_polling_covers_for_lost_notifications(
     stepping: Any, gate: Gate, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "POLL", 0.05)
-    monkeypatch.setattr(watch.Watcher, "_tell", lambda self, payload: None)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(watch.Watcher, "_on_notification", lambda self, payload: None)
     gate.release.set()
     handle = await stepping.aenqueue()
     assert steps(await asyncio.wait_for(follow(handle), 120)) == [1, 2, 3, 4, 5, 6, 7]
@@ -146,7 +146,7 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
     connect: Callable[..., psycopg.Connection[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "POLL", 3600.0)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 3600.0)
     monkeypatch.setattr(listener, "PING_SECONDS", 3600.0)  # it must notice by itself
     handle = await stepping.aenqueue()
     following = asyncio.create_task(follow(handle))
@@ -180,7 +180,7 @@ async def test_a_watcher_that_has_left_is_forgotten(
     assert len(watchers()) == 1
     await changes.aclose()  # type: ignore[attr-defined]
     assert watchers() == []
-    assert app._watcher()._awaited == {}
+    assert app._watcher()._watched == {}
 
 
 async def test_a_plain_thread_can_watch(stepping: Any, gate: Gate, worker: Worker) -> None:
@@ -267,7 +267,7 @@ async def test_many_waiters_share_one_listening_connection(
 ) -> None:
     handles = await stepping.aenqueue_many([()] * 20)
     waiting = [asyncio.create_task(handle.aresult(120)) for handle in handles]
-    await eventually(lambda: len(app._watcher()._awaited) == 20)
+    await eventually(lambda: len(app._watcher()._watched) == 20)
     listening = connect().execute(
         "SELECT count(*) FROM pg_stat_activity "
         "WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE 'NOTIFY %'"

@@ -1,4 +1,4 @@
-"""One database and one System for each file here; every test begins with it cleared."""
+"""One database and one System per file; each test starts with an empty queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def model_url(databases: Databases, template: str) -> Iterator[str]:
-    """The URL of a database of this file's own."""
+    """The URL of the database of this file."""
     name = databases.create(template)
     yield databases.url(name)
     databases.drop(name)
@@ -33,7 +33,7 @@ def shared_system(model_url: str) -> Iterator[System]:
 
 @pytest.fixture
 def system(shared_system: System) -> System:
-    """A queue with no jobs in it, and with the lane of the commonest."""
+    """An empty queue with the lane of the default job type."""
     shared_system.clear()
     shared_system.enqueue(0, Spec())
     shared_system.complete(0, shared_system.claim(0))
@@ -49,5 +49,5 @@ def database(model_url: str) -> str:
 def connect_model(
     connect: Callable[..., psycopg.Connection],
 ) -> Callable[..., psycopg.Connection]:
-    """Opens connections that the model knows nothing of."""
+    """Opens connections that the reference does not track."""
     return connect

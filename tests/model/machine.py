@@ -1,9 +1,8 @@
-"""Random walks through the protocol: three clients that do what they like.
+"""Random walks through the protocol with three clients.
 
-Every step draws the same choices, whatever state the queue is in, and they pick one of the actions
-that make sense there: so what Hypothesis draws never depends on the database. The actions only
-choose; `System` runs each and compares. What another client's open transaction has locked is left
-out where the protocol would wait for it."""
+Every step draws the same choices in every state of the queue, and they select one of the actions that are possible
+there: so what Hypothesis draws never depends on the database. The actions only select arguments; `System` runs each
+one and compares. Rows that another client's open transaction has locked are left out where the protocol would wait."""
 
 from __future__ import annotations
 
@@ -12,15 +11,17 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from clients import CLIENTS
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from reference import HOUR, Spec
-from system import CLIENTS, Claim, System
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
+
+    from system import Claim, System
 
 SETTINGS = settings(
     max_examples=int(os.environ.get("HOWDAH_MODEL_EXAMPLES", "20")),
@@ -36,7 +37,7 @@ FINAL = ("completed", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """All that an action may want to choose."""
+    """Every choice that an action may need."""
 
     client: int
     places: list[int]
@@ -71,9 +72,9 @@ choices = st.builds(
 
 
 class Protocol(RuleBasedStateMachine):
-    """The walk, one action a step."""
+    """A walk, one action per step."""
 
-    system: System  # one for all walks: made by the test, cleared before each
+    system: System  # shared by all walks: created by the test, cleared before each walk
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Protocol(RuleBasedStateMachine):
         act(self, choice)
 
     def teardown(self) -> None:
-        """Every walk that gets there ends with nothing left to do."""
+        """Every walk without a failure ends with an empty queue."""
         if sys.exc_info()[0] is None:
             self.system.drain()
 
@@ -99,7 +100,7 @@ class Protocol(RuleBasedStateMachine):
         return any(job.status in statuses for job in self.system.reference.jobs.values())
 
     def claims(self, choice: Choice) -> list[Claim]:
-        """One claim that is live, and others as they come, stale ones first."""
+        """Some claims of any age, then one that is live."""
         reference, client = self.system.reference, choice.client
         free = [c for c in self.system.claims if not reference.lock_of_another(client, c.id)]
         live = [c for c in free if reference.holds(client, c.id, c.lease)]
@@ -107,7 +108,7 @@ class Protocol(RuleBasedStateMachine):
         return some + [live[choice.places[0] % len(live)] for _ in live[:1]]
 
     def ids(self, choice: Choice, *statuses: str) -> list[UUID]:
-        """One job of whatever status, and others of these."""
+        """Some jobs of these statuses, then one of any status."""
         reference, client = self.system.reference, choice.client
         view = reference.view(client)
         free = [i for i in self.system.ids if not reference.lock_of_another(client, i)]

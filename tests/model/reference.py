@@ -1,7 +1,7 @@
-"""The protocol in plain Python: what every operation does to every job, exactly.
+"""The protocol in plain Python: the exact effect of every operation on every job.
 
-A transaction sees what is committed and, above it, what it wrote itself; what it wrote is locked, so
-the two never conflict. `system` runs each operation on the database and on this, and compares."""
+A transaction sees what is committed, overlaid by what it wrote itself. What it wrote is locked, so transactions never
+conflict. `system` runs each operation on the database and on this reference, and compares."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def must(holds: object, sentence: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Soon:
-    """A due time of now, or a while from now, that the database's clock has yet to fill in."""
+    """A due time of now plus a delay, until the clock of the database supplies the time."""
 
     delay: timedelta = timedelta()
 
@@ -58,12 +58,12 @@ class ModelJob:
     id: UUID
     spec: Spec
     run_at: datetime | Soon
-    turn: int  # stands for seq: only its order counts
+    turn: int  # corresponds to seq; only the order matters
     status: str = "pending"
     attempts: int = 0
     claims: int = 0
     lease: UUID | None = None
-    left: timedelta = timedelta()  # of the lease
+    left: timedelta = timedelta()  # until the lease expires
     started: bool = False
     holds_key: bool = False
     blockers: int = 0
@@ -95,7 +95,7 @@ class ModelJob:
 
 @dataclass(slots=True)
 class Transaction:
-    """What one transaction wrote and locked. Every lock comes with a copy of the row in `wrote`."""
+    """What one transaction wrote and locked. For every lock, `wrote` has a copy of the row."""
 
     wrote: dict[UUID, ModelJob] = field(default_factory=dict)
     locks: dict[UUID, Lock] = field(default_factory=dict)
@@ -107,14 +107,14 @@ class Transaction:
 
 
 class Reference:
-    """Every job that was committed, and the transactions that are open."""
+    """All committed jobs, and the open transactions."""
 
     def __init__(self) -> None:
         self.jobs: dict[UUID, ModelJob] = {}
         self.once: dict[str, tuple[UUID, timedelta]] = {}
         self.unassigned_keys: list[str] = []
         self.open: dict[int, Transaction] = {}
-        self.heads: Heads = {}  # as the acting transaction sees them
+        self.heads: Heads = {}  # as the current transaction sees them
         self.endings: Counter[UUID] = Counter()  # accepted since the last retry, committed or not
         self._turn = 0
 
@@ -148,7 +148,7 @@ class Reference:
         self.unassigned_keys = self.unassigned_keys[done.drained :] + done.unassigned_keys
 
     def rollback(self, client: int) -> Transaction:
-        """Forgets the transaction; the rows it had locked catch up with the time that passed."""
+        """Discard the transaction; apply the time that passed to the rows that it had locked."""
         undone = self.open.pop(client)
         for job_id in undone.locks:
             if job_id in self.jobs:
@@ -226,7 +226,7 @@ class Reference:
     # ── claiming ──────────────────────────────────────────────────────────────────────────────────
 
     def visible_to_claims(self, job: ModelJob) -> bool:
-        """Whether a claim that starts at the heads gets to see this pending job."""
+        """Whether a claim that starts at the lane heads finds this pending job."""
         if job.lane not in self.heads:
             return False
         head = self.heads[job.lane]
@@ -240,7 +240,7 @@ class Reference:
         *,
         ignore_heads: bool = False,
     ) -> list[tuple[Lane, datetime, list[ModelJob]]]:
-        """Lanes in the order of claiming: (lane, the first due time seen, what can be taken)."""
+        """Lanes in claim order: (lane, the first due time seen, the jobs that are not locked)."""
         lanes: dict[Lane, list[ModelJob]] = {}
         for job in self.view(client).values():
             if job.status == "pending" and job.blockers == 0 and job.at() <= now:
@@ -274,7 +274,7 @@ class Reference:
     # ── acknowledging ─────────────────────────────────────────────────────────────────────────────
 
     def holds(self, client: int, job_id: UUID, lease: UUID) -> bool:
-        """Whether this fence is the one of the job's live lease."""
+        """Whether this is the fence of the job's live lease."""
         job = self.view(client).get(job_id)
         return job is not None and job.status == "claimed" and job.lease == lease
 
@@ -315,7 +315,7 @@ class Reference:
             if job.cancel_requested:
                 ended.append(replace(job, status="cancelled"))
             else:
-                due = Soon(delay) if delay else self._due_again(job)
+                due = Soon(delay) if delay else self._requeue_at(job)
                 back = _unclaimed(job, run_at=due)
                 back = replace(back, attempts=job.attempts - 1, claims=job.claims - 1)
                 self._write(client, back)
@@ -351,7 +351,7 @@ class Reference:
             if job.cancel_requested:
                 ended.append(replace(job, status="cancelled"))
             elif job.attempts < job.spec.max_attempts or job.refundable:
-                back = _unclaimed(job, run_at=self._due_again(job))
+                back = _unclaimed(job, run_at=self._requeue_at(job))
                 self._write(client, replace(back, attempts=job.attempts - int(job.refundable)))
             else:
                 ended.append(replace(job, status="failed"))
@@ -385,23 +385,26 @@ class Reference:
             self._assign_key(client, key)
         return len(keys)
 
-    def _line(self, client: int, key: str) -> tuple[list[ModelJob], list[ModelJob]]:
+    def _jobs_of_key(self, client: int, key: str) -> tuple[list[ModelJob], list[ModelJob]]:
         jobs = [job for job in self.view(client).values() if job.live and job.spec.key == key]
         jobs.sort(key=lambda job: job.turn)
         return [job for job in jobs if job.holds_key], [job for job in jobs if not job.holds_key]
 
     def _is_assigned(self, client: int, key: str, turn: int) -> bool:
-        """Whether the job before it in line, or the holder, is this transaction's own doing."""
-        lines = [[job for job in line if job.turn < turn] for line in self._line(client, key)]
+        """Whether this transaction wrote the key holder, or the preceding job that waits for the key."""
+        lines = [
+            [job for job in line if job.turn < turn] for line in self._jobs_of_key(client, key)
+        ]
         return any(line and line[-1].id in self.open[client].wrote for line in lines)
 
     def _assign_key(self, client: int, key: str, since: int = 0) -> None:
-        """At a commit only from its own turn on: whoever came before has left word, if need be."""
-        holders, waiting = self._line(client, key)
+        """At a commit, `since` limits it to jobs from its own turn on: earlier jobs recorded the key as unassigned
+        themselves if necessary."""
+        holders, waiting = self._jobs_of_key(client, key)
         for holder in reversed(holders):
             if self.lock_of_another(client, holder.id) == "update":
                 continue
-            # Whoever committed after a younger job took the key goes behind it.
+            # A job that committed after a younger job got the key goes behind that job.
             late = [job for job in waiting if since <= job.turn < holder.turn]
             free = [job for job in late if self.lock_of_another(client, job.id) is None]
             for job in free:
@@ -409,13 +412,13 @@ class Reference:
             if len(free) < len(late) and not since:
                 self.open[client].unassigned_keys.append(key)
             return
-        if holders or (waiting and not self._give(client, waiting[0])):
+        if holders or (waiting and not self._give_key(client, waiting[0])):
             self.open[client].unassigned_keys.append(key)
 
-    def _give(self, client: int, job: ModelJob) -> bool:
+    def _give_key(self, client: int, job: ModelJob) -> bool:
         if self.lock_of_another(client, job.id) is not None:
             return False
-        due = self._due_again(job)
+        due = self._requeue_at(job)
         self._write(client, replace(job, holds_key=True, blockers=job.blockers - 1, run_at=due))
         return True
 
@@ -428,13 +431,13 @@ class Reference:
             self._write(client, replace(job, holds_key=False, blockers=0, lease=lease))
         for key, turn in freed:
             assert key is not None
-            _, waiting = self._line(client, key)
+            _, waiting = self._jobs_of_key(client, key)
             following = [job for job in waiting if job.turn > turn]
-            if following and not self._give(client, following[0]):
+            if following and not self._give_key(client, following[0]):
                 self.open[client].unassigned_keys.append(key)
 
-    def _due_again(self, job: ModelJob) -> datetime | Soon:
-        """Never below the head: a claim would not look there."""
+    def _requeue_at(self, job: ModelJob) -> datetime | Soon:
+        """Never below the head: a claim would not find the job there."""
         head = self.heads.get(job.lane)
         if head is None or isinstance(job.run_at, Soon):
             return job.run_at

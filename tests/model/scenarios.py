@@ -1,4 +1,4 @@
-"""Short walks, each to one guard. They assert nothing themselves: `System` compares at every step."""
+"""Short walks, each to one guard of the protocol. They assert nothing: `System` compares after every step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def a_claim_moves_the_head_late(system: System) -> None:
     system.claim(0, batch=1, moves_head=True)
     system.commit(2)
     system.peek(("a", 100))
-    system.sweep()  # lowers the head: it had passed the slow producer's job by
+    system.sweep()  # lowers the head, which was above the job of the slow producer
     system.move_head(0)
     system.claim(1)
 

@@ -1,4 +1,4 @@
-"""What the model found, each as the shortest walk that shows it."""
+"""Defects that the model found, each as the shortest walk that shows it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from system import System
 
 
-def test_a_stale_fence_lends_nothing_to_the_live_one_of_the_same_job(system: System) -> None:
+def test_a_stale_and_a_live_fence_of_one_job_complete_it_with_the_result_of_the_live_one(
+    system: System,
+) -> None:
     system.enqueue(0, Spec())
     (stale,) = system.claim(0)
     system.pass_time(1)
     system.recover(1)
     (live,) = system.claim(0)
-    assert system.complete(0, [stale, live]) == [live.id]  # and the result is that of `live`
+    assert system.complete(0, [stale, live]) == [
+        live.id
+    ]  # `System` compares the result, which is that of `live`
 
 
-def test_progress_under_a_stale_fence_is_not_said_to_be_reported(system: System) -> None:
+def test_progress_under_a_stale_fence_is_not_returned_as_reported(system: System) -> None:
     system.enqueue(0, Spec())
     (stale,) = system.claim(0)
     system.release(0, [stale])
@@ -46,18 +50,18 @@ def test_an_event_under_a_stale_fence_is_not_written_beside_a_live_one(
         kinds = conn.execute("SELECT kind FROM howdah.job_events").fetchall()
         counted = conn.execute("SELECT events_count FROM howdah.live_jobs").fetchall()
     assert (kinds, counted) == ([("live",), ("live",)], [(2,)])
-    with connect_model() as conn:  # the reference knows nothing of events that are not errors
+    with connect_model() as conn:  # the reference tracks only error events
         conn.execute("UPDATE howdah.live_jobs SET events_count = 0")
 
 
-def test_a_job_without_a_lane_keeps_its_due_time_when_it_gets_its_key(system: System) -> None:
+def test_a_job_without_a_lane_keeps_its_due_time_when_its_key_is_assigned(system: System) -> None:
     system.begin(0)
-    system.enqueue(0, Spec(job_type="b"))  # adds the lane, and keeps it to itself
+    system.enqueue(0, Spec(job_type="b"))  # adds the lane, invisible to others until the commit
     system.enqueue(1, Spec(job_type="b", key="k"))
     system.rollback(0)
 
 
-def test_a_late_job_that_was_locked_when_it_was_sent_behind_the_holder_is_not_stuck(
+def test_a_late_job_that_was_locked_while_its_key_was_assigned_is_not_stuck(
     system: System,
 ) -> None:
     system.begin(0)
@@ -79,8 +83,8 @@ def test_a_late_job_that_was_locked_when_it_was_sent_behind_the_holder_is_not_st
 def test_an_enqueue_does_not_wait_for_a_handler_that_reports_and_completes_in_one_transaction(
     system: System,
 ) -> None:
-    """The handler's first write is one that KEY SHARE goes along with, its second is not: there
-    SKIP LOCKED follows the row to its newer version, and waits."""
+    """The handler's first write is compatible with KEY SHARE, its second is not: there SKIP LOCKED follows the row to
+    its newer version, and waits."""
     system.enqueue(0, Spec(key="k"))
     claims = system.claim(0)
     system.begin(0)
@@ -92,7 +96,7 @@ def test_an_enqueue_does_not_wait_for_a_handler_that_reports_and_completes_in_on
     assert [claim.id for claim in system.claim(1)] == [following]
 
 
-def test_late_jobs_go_behind_the_holder_in_the_order_they_were_enqueued(system: System) -> None:
+def test_late_jobs_run_after_the_key_holder_in_enqueue_order(system: System) -> None:
     system.begin(0)
     late = system.enqueue(0, *[Spec(key="k")] * 4)
     system.enqueue(1, Spec(key="k"))
@@ -101,7 +105,7 @@ def test_late_jobs_go_behind_the_holder_in_the_order_they_were_enqueued(system: 
     assert _run_all(system) == late
 
 
-def test_a_key_freed_under_an_old_snapshot_still_finds_its_next_job(
+def test_a_key_released_under_an_old_snapshot_is_assigned_to_its_next_job(
     system: System, connect_model: Callable[..., psycopg.Connection]
 ) -> None:
     system.enqueue(0, Spec(key="k"))
@@ -116,18 +120,18 @@ def test_a_key_freed_under_an_old_snapshot_still_finds_its_next_job(
         conn.execute("SELECT howdah.assign_keys()")
         claimed = conn.execute("SELECT id FROM howdah.claim_job_batch('w')").fetchall()
     assert claimed == [(following,)]
-    system.clear()  # done behind the reference's back
+    system.clear()  # the reference did not track these statements
 
 
-def test_a_handler_that_holds_its_own_job_costs_its_neighbours_nothing(system: System) -> None:
-    """Rows that an open transaction has are waited for, a second at most, then refused."""
+def test_a_locked_job_in_an_acknowledgement_does_not_affect_the_others(system: System) -> None:
+    """An acknowledgement waits up to a second for rows that an open transaction has locked, then rejects them."""
     system.enqueue(0, Spec(), Spec())
     own, neighbour = system.claim(0)
     system.begin(1)
     system.complete(1, [own])
     answer = system.acknowledge(0, "complete_jobs(%s, %s)", [own, neighbour])
     assert answer == [neighbour.id]
-    system.connections[1].commit()
+    system.clients.connections[1].commit()
     system.clear()
 
 

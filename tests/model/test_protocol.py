@@ -1,4 +1,4 @@
-"""Random walks never leave the protocol. HOWDAH_MODEL_EXAMPLES=5000 takes other and longer ones."""
+"""Random walks find no violation. HOWDAH_MODEL_EXAMPLES=5000 tries 5,000 other walks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from system import System
 
 
-def test_no_walk_leaves_the_protocol(shared_system: System) -> None:
+def test_random_walks_find_no_violation(shared_system: System) -> None:
     Protocol.system = shared_system
     run_state_machine_as_test(Protocol, settings=SETTINGS)

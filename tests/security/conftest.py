@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import psycopg.sql
 import pytest
-from secured import GRANTS, ROLES, Secured, ask_for_passwords, make_role, succeed
+from secured import GRANTS, ROLES, Secured, create_role, require_passwords, succeed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def secured_template(server: EmbeddedServer, template: str) -> str:
-    """The name of a database with roles, to be copied."""
+    """The name of a template database with roles."""
     with psycopg.connect(server.url, autocommit=True) as conn:
         conn.execute(f"CREATE DATABASE template_secured TEMPLATE {template}".encode())
         for role in ROLES.values():
-            make_role(conn, role)
-    ask_for_passwords(server, server.directory / "cluster", list(ROLES.values()))
+            create_role(conn, role)
+    require_passwords(server, server.directory / "cluster", list(ROLES.values()))
     url = server.url.replace("/howdah?", "/template_secured?")
     succeed("migrate", "--database", url, "--grants", GRANTS)
     return "template_secured"
@@ -34,31 +34,31 @@ def secured(make_database: Callable[[str | None], str], secured_template: str) -
 
 @pytest.fixture
 def new_role(server: EmbeddedServer) -> Iterator[Callable[..., str]]:
-    """Makes roles that are gone after the test."""
-    made: list[str] = []
+    """Creates roles that are dropped after the test."""
+    created: list[str] = []
 
-    def make(name: str, options: str = "LOGIN") -> str:
+    def create(name: str, options: str = "LOGIN") -> str:
         with psycopg.connect(server.url, autocommit=True) as conn:
-            make_role(conn, name, options=options)
-        made.append(name)
+            create_role(conn, name, options=options)
+        created.append(name)
         return name
 
-    yield make
+    yield create
     with psycopg.connect(server.url, autocommit=True) as conn:
         databases = [
             row[0]
             for row in conn.execute("SELECT datname FROM pg_database WHERE datallowconn").fetchall()
         ]
         names = {row[0] for row in conn.execute("SELECT rolname FROM pg_roles").fetchall()}
-    mine = [name for name in made if name in names]
+    existing = [name for name in created if name in names]
     for database in databases:
         with psycopg.connect(
             server.url.replace("/howdah?", f"/{database}?"), autocommit=True
         ) as conn:
-            for name in mine:
+            for name in existing:
                 identifier = psycopg.sql.Identifier(name)
                 conn.execute(psycopg.sql.SQL("DROP OWNED BY {} CASCADE").format(identifier))
     with psycopg.connect(server.url, autocommit=True) as conn:
-        for name in mine:
+        for name in existing:
             identifier = psycopg.sql.Identifier(name)
             conn.execute(psycopg.sql.SQL("DROP ROLE {}").format(identifier))

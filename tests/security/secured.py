@@ -1,4 +1,4 @@
-"""A database whose roles have the rights of `howdah migrate --grants`, and need a password to get in."""
+"""A database whose roles have the privileges of `howdah migrate --grants` and must log in with a password."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from howdah.embedded import EmbeddedServer
 
-PASSWORD = "hunter2-§ecret/@:%"  # what a URL must encode
+PASSWORD = "hunter2-§ecret/@:%"  # contains characters that a URL must encode
 ENCODED = "hunter2-%C2%A7ecret%2F%40%3A%25"
-# Whatever it is written like, none of these may be seen.
+# Parts of the password in any encoding; none of them may be printed.
 PIECES = ("hunter2", "ecret/@", "%C2%A7ecret")
 ROLES = {
     "producer": "app_web",
@@ -31,7 +31,7 @@ GRANTS = ",".join(f"{kind}={role}" for kind, role in ROLES.items())
 
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """One database, and the ways into it."""
+    """One database, and its URLs for the roles."""
 
     url: str
 
@@ -42,18 +42,18 @@ class Secured:
         return self.as_role(ROLES[kind])
 
     def connect(self, kind: str | None = None, **options: Any) -> psycopg.Connection[Any]:
-        """As one of the four, or as the superuser."""
+        """Connect as one of the four roles, or as the superuser."""
         url = self.url if kind is None else self.as_kind(kind)
         return psycopg.connect(url, **{"autocommit": True} | options)
 
 
-def make_role(conn: psycopg.Connection[Any], role: str, *, options: str = "LOGIN") -> None:
+def create_role(conn: psycopg.Connection[Any], role: str, *, options: str = "LOGIN") -> None:
     text = sql.SQL("CREATE ROLE {} {} PASSWORD {}")
     conn.execute(text.format(sql.Identifier(role), sql.SQL(options), sql.Literal(PASSWORD)))
 
 
-def ask_for_passwords(server: EmbeddedServer, cluster: Path, roles: list[str]) -> None:
-    """Let nobody in under these names without a password."""
+def require_passwords(server: EmbeddedServer, cluster: Path, roles: list[str]) -> None:
+    """Require a password for these roles."""
     file = cluster / "pg_hba.conf"
     names = ",".join(f'"{role}"' for role in roles)
     file.write_text(f"local all {names} scram-sha-256\n{file.read_text()}")
@@ -62,7 +62,7 @@ def ask_for_passwords(server: EmbeddedServer, cluster: Path, roles: list[str]) -
 
 
 def run(*arguments: object, **options: Any) -> Result:
-    """A command in this process. Whatever goes wrong, it is no traceback."""
+    """Run a command in this process. It must not print a traceback."""
     result = CliRunner().invoke(main, [str(each) for each in arguments], **options)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.output
@@ -70,7 +70,7 @@ def run(*arguments: object, **options: Any) -> Result:
 
 
 def succeed(*arguments: object, **options: Any) -> str:
-    """What a command printed, which must have worked."""
+    """Run a command that must succeed; returns its output."""
     result = run(*arguments, **options)
     assert result.exit_code == 0, result.output
     return result.output

@@ -1,4 +1,4 @@
-"""Tasks for a worker that runs with a worker's rights and no others."""
+"""Tasks for a worker that has only the privileges of the worker role."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def fail() -> None:
 
 @app.task
 def chain(n: int) -> int:
-    """Enqueues another one and waits for it, as a handler may."""
+    """Enqueues another job and waits for its result, as a handler may do."""
     inner = add.using(ordering_key="chain").enqueue(n, 1)
     return inner.result(timeout=60)
 
 
 @app.task(max_attempts=1)
 def connect() -> None:
-    """What a handler may well do: connect by itself, and fail."""
+    """Opens its own connection and fails, as a handler may do."""
     import psycopg
 
     psycopg.connect(os.environ["HOWDAH_DATABASE_URL"].replace("/test_", "/missing_"))

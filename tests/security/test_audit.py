@@ -1,5 +1,5 @@
-"""What must hold everywhere, looked for everywhere: in every function of the database, in every line of
-the source, and in what goes from process to process."""
+"""Security rules checked everywhere: in every SQL function, in every source file, and in the messages between
+processes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def functions(secured: Secured) -> list[Any]:
 
 def test_every_function_pins_its_search_path(functions: list[Any]) -> None:
     for name, _, settings, is_bound, *_ in functions:
-        # A body that was bound when it was made looks no name up any more.
+        # A body that was parsed when the function was created resolves no name at run time.
         pinned = "search_path=howdah, pg_temp" in (settings or [])
-        assert pinned or is_bound, f"{name} looks names up in its caller's search_path"
+        assert pinned or is_bound, f"{name} resolves names in its caller's search_path"
 
 
 def documented() -> set[str]:
@@ -59,11 +59,11 @@ def documented() -> set[str]:
     return set(re.findall(r"^### (\w+)$", page, flags=re.MULTILINE))
 
 
-def test_what_callers_call_runs_as_the_owner_and_what_is_internal_does_not(
+def test_documented_functions_are_security_definer_and_internal_ones_are_not(
     functions: list[Any],
 ) -> None:
     definers = {name for name, is_definer, *_ in functions if is_definer}
-    # It runs at the commit, as whoever commits.
+    # It runs at the commit, as the role that commits.
     assert definers == documented() | {"assign_key_at_commit"}
 
 
@@ -72,8 +72,8 @@ def test_no_function_is_for_public(functions: list[Any]) -> None:
     assert public == set()
 
 
-def test_sql_that_is_put_together_quotes_what_it_is_given(functions: list[Any]) -> None:
-    """`format` with %I and %L, and nothing glued in with || but names that came from regclass."""
+def test_dynamic_sql_quotes_its_arguments(functions: list[Any]) -> None:
+    """`format` with %I and %L; only names from regclass are concatenated with ||."""
     for name, *_, body in functions:
         for statement in re.findall(r"EXECUTE\s+([^;]+);", body):
             assert re.match(r"format\(|'DROP TABLE ' \|\| array_to_string\(v_emptied", statement), (
@@ -108,7 +108,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
                 yield f".{function.attr}", node
 
 
-def test_nothing_is_evaluated_or_unpickled() -> None:
+def test_no_source_file_evaluates_unpickles_or_uses_a_shell() -> None:
     assert len(SOURCE) > 50
     for path in SOURCE:
         check_source(ast.parse(path.read_text()))
@@ -118,7 +118,7 @@ def test_nothing_is_evaluated_or_unpickled() -> None:
     "text", ["eval('1')", "exec(x)", "import pickle", "from marshal import loads", "os.system('ls')",
              "subprocess.run('ls', shell=True)", "import dill.session"]
 )  # fmt: skip
-def test_the_scan_finds_what_it_looks_for(text: str) -> None:
+def test_the_scan_detects_forbidden_code(text: str) -> None:
     with pytest.raises(AssertionError):
         check_source(ast.parse(text))
 
@@ -140,14 +140,14 @@ def check_source(tree: ast.AST) -> None:
     assert not used & {".system", ".popen"}
 
 
-def test_what_a_task_process_is_sent_and_answers_is_plain(secured: Secured) -> None:
-    """The pool pickles what goes through its pipes, both ends of which are ours: names, ids and JSON on the way
-    there, JSON text on the way back. Nothing in it is an object that a payload could name."""
-    crossed: list[Any] = []
+def test_messages_to_and_from_task_processes_contain_only_plain_data(secured: Secured) -> None:
+    """The pool pickles the messages in its pipes, both ends of which belong to Howdah: names, ids and JSON in
+    requests, JSON text in replies. A payload cannot name a class to unpickle."""
+    unpickled: list[Any] = []
 
-    class Reads(pickle.Unpickler):
+    class RecordingUnpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            crossed.append(f"{module}.{name}")
+            unpickled.append(f"{module}.{name}")
             return super().find_class(module, name)
 
     import io
@@ -165,23 +165,23 @@ def test_what_a_task_process_is_sent_and_answers_is_plain(secured: Secured) -> N
         id=uuid4(), lease_id=uuid4(), job_type="t", queue="q", data=json.dumps(data), attempts=1,
         max_attempts=3, claims=1, request_id=None, traceparent=None, idempotency_key=None, waited=0.0,
     )  # fmt: skip
-    there = ("module", "task", processes.plain_values(job))
-    back = [Completed('{"x": 1}'), Failed("ValueError: no", "Traceback …", 1.0)]
-    for each in (there, *back):
-        assert Reads(io.BytesIO(pickle.dumps(each))).load() == each
+    request = ("module", "task", processes.plain_values(job))
+    replies = [Completed('{"x": 1}'), Failed("ValueError: no", "Traceback …", 1.0)]
+    for each in (request, *replies):
+        assert RecordingUnpickler(io.BytesIO(pickle.dumps(each))).load() == each
     allowed = {"uuid.UUID", "uuid.SafeUUID", "howdah.outcome.Completed", "howdah.outcome.Failed",
                "dataclasses._dataclass_setstate", "copyreg.__newobj__"}  # fmt: skip
-    assert set(crossed) <= allowed, crossed
+    assert set(unpickled) <= allowed, unpickled
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("schema", HOSTILE)
-def test_a_schema_may_have_any_name(empty_database: str, schema: str) -> None:
-    """Every command and the client, on a schema that would break out of a name that is not quoted."""
+def test_every_command_works_on_a_schema_with_any_name(empty_database: str, schema: str) -> None:
+    """Every command and the client, on schemas whose names would inject SQL if they were not quoted."""
     with psycopg.connect(empty_database, autocommit=True) as conn:
-        conn.execute("CREATE SCHEMA howdah")  # what a hostile name would drop
+        conn.execute("CREATE SCHEMA howdah")  # what an injected statement would drop
     there = ("--database", empty_database, "--schema", schema)
     queue = JobQueue(empty_database, schema=schema)
     done = queue.enqueue("mail", {"n": 1}, ordering_key="k")
@@ -216,8 +216,8 @@ def test_a_schema_may_have_any_name(empty_database: str, schema: str) -> None:
         conn.execute(script.encode())
 
 
-def test_a_payload_is_never_run() -> None:
-    """No task is found by what a payload says: the job's type is looked up among those registered."""
+def test_task_names_are_looked_up_among_registered_tasks_only() -> None:
+    """A job type cannot name arbitrary code."""
     from howdah import App
     from howdah.errors import UnknownTask
 

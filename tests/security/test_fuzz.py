@@ -1,7 +1,7 @@
-"""Whatever is typed, named or put into a payload: it is taken, or refused in words. No crash, no traceback, and
-nothing half-written.
+"""Any command line, name or payload is accepted, or refused with an error message. No crash, no traceback, and no
+partial write.
 
-Deterministic, and short; HOWDAH_FUZZ=100 tries a hundred times as many, each time others."""
+Deterministic and short; HOWDAH_FUZZ=100 tries a hundred times as many examples, different in each run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     from howdah.embedded import EmbeddedServer
 
-MORE = float(os.environ.get("HOWDAH_FUZZ", "1"))
+EXAMPLES_FACTOR = float(os.environ.get("HOWDAH_FUZZ", "1"))
 
 
 def fuzz(examples: int) -> Any:
     return settings(
-        max_examples=int(examples * MORE),
-        derandomize=MORE == 1,
+        max_examples=int(examples * EXAMPLES_FACTOR),
+        derandomize=EXAMPLES_FACTOR == 1,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -49,7 +49,7 @@ TABLES = ("live_jobs", "finished_jobs", "job_events", "idempotency_keys", "lanes
 
 
 class Fuzzed:
-    """A database that is fuzzed, and what is in it."""
+    """The fuzzed database and its contents."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -89,19 +89,19 @@ class Point:
     x: object
 
 
-class Odd:
-    """Neither JSON nor anything near it."""
+class NotJson:
+    """An object that cannot be encoded as JSON."""
 
 
 texts = st.text(st.characters(exclude_categories=()), max_size=30)
 numbers = st.integers() | st.floats() | st.decimals() | st.booleans() | st.complex_numbers()
-oddities = st.one_of(
+unusual_values = st.one_of(
     st.none(), texts, numbers, st.binary(max_size=20), st.datetimes(), st.dates(), st.times(),
-    st.timedeltas(), st.uuids(), st.just(Colour.RED), st.just(Odd()), st.just(Odd), st.just(len),
+    st.timedeltas(), st.uuids(), st.just(Colour.RED), st.just(NotJson()), st.just(NotJson), st.just(len),
     st.sets(st.integers(), max_size=3), st.integers(min_value=10**400, max_value=10**401),
 )  # fmt: skip
 values = st.recursive(
-    oddities,
+    unusual_values,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.dictionaries(texts | st.integers() | st.none(), inner, max_size=4),
@@ -121,7 +121,9 @@ values = st.recursive(
 @example(data={"x": 10**5000})
 @example(data={"x": decimal.Decimal("1e400000")})
 @example(data={"x": datetime.timedelta.max})
-def test_any_payload_is_stored_whole_or_refused_in_words(fuzzed: Fuzzed, data: Any) -> None:
+def test_any_payload_is_stored_completely_or_refused_with_a_message(
+    fuzzed: Fuzzed, data: Any
+) -> None:
     before = fuzzed.jobs()
     try:
         handle = fuzzed.queue.enqueue("fuzz", data)
@@ -132,13 +134,13 @@ def test_any_payload_is_stored_whole_or_refused_in_words(fuzzed: Fuzzed, data: A
     assert fuzzed.jobs() == before + 1
     stored = fuzzed.queue.get(handle).data
     json.dumps(stored, allow_nan=False)
-    # What came back can be enqueued again and is the same.
+    # The stored payload can be enqueued again and stays the same.
     assert fuzzed.queue.get(fuzzed.queue.enqueue("fuzz", stored)).data == stored
 
 
 @fuzz(40)
 @given(datas=st.lists(values, min_size=1, max_size=4))
-def test_of_many_payloads_all_are_stored_or_none(fuzzed: Fuzzed, datas: list[Any]) -> None:
+def test_enqueue_many_stores_all_payloads_or_none(fuzzed: Fuzzed, datas: list[Any]) -> None:
     before = fuzzed.jobs()
     try:
         fuzzed.queue.enqueue_many([NewJob(job_type="fuzz", data=data) for data in datas])
@@ -156,7 +158,9 @@ def deep(levels: int) -> Any:
 
 
 @pytest.mark.parametrize("levels", [50, 99, 100, 101, 500, 5_000, 100_000])
-def test_a_payload_may_be_deep_but_not_too_deep(fuzzed: Fuzzed, levels: int) -> None:
+def test_a_payload_of_fewer_than_99_levels_is_stored_and_a_refused_one_writes_nothing(
+    fuzzed: Fuzzed, levels: int
+) -> None:
     before = fuzzed.jobs()
     try:
         fuzzed.queue.enqueue("fuzz", {"x": deep(levels)})
@@ -165,7 +169,7 @@ def test_a_payload_may_be_deep_but_not_too_deep(fuzzed: Fuzzed, levels: int) -> 
         assert fuzzed.jobs() == before
 
 
-def test_a_payload_that_holds_itself_is_refused(fuzzed: Fuzzed) -> None:
+def test_a_recursive_payload_is_refused(fuzzed: Fuzzed) -> None:
     loop: dict[str, Any] = {}
     loop["loop"] = loop
     before = fuzzed.jobs()
@@ -176,12 +180,12 @@ def test_a_payload_that_holds_itself_is_refused(fuzzed: Fuzzed) -> None:
 
 @fuzz(40)
 @given(result=values, stage=texts, kind=texts, error=texts | values)
-def test_whatever_a_worker_says_of_a_job_the_job_can_be_read(
+def test_a_job_can_be_read_after_any_result_stage_event_or_error(
     fuzzed: Fuzzed, result: Any, stage: str, kind: str, error: Any
 ) -> None:
     queue = fuzzed.queue
-    handle = queue.enqueue("said", queue="said")
-    job = queue.claim_one("said", queues="said")
+    handle = queue.enqueue("reports", queue="reports")
+    job = queue.claim_one("reports", queues="reports")
     assert job is not None
     assert job.id == handle.id
     for attempt in (
@@ -216,7 +220,9 @@ FIELDS = ("job_type", "queue", "idempotency_key", "ordering_key", "request_id", 
 
 @fuzz(100)
 @given(odd=st.dictionaries(st.sampled_from(FIELDS), anything, min_size=1, max_size=2))
-def test_any_name_is_kept_as_it_is_or_refused_in_words(fuzzed: Fuzzed, odd: dict[str, Any]) -> None:
+def test_any_name_is_stored_unchanged_or_refused_with_a_message(
+    fuzzed: Fuzzed, odd: dict[str, Any]
+) -> None:
     before = fuzzed.jobs()
     try:
         handle = fuzzed.queue.enqueue(odd.get("job_type", "fuzz"), {}, **_without(odd, "job_type"))
@@ -237,7 +243,7 @@ def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:
 @fuzz(60)
 @given(worker=names, types=st.none() | st.lists(names, max_size=3), queues=names | st.lists(names, max_size=3),
        size=st.just(1) | anything, lease=st.just(30) | anything)  # fmt: skip
-def test_claiming_under_any_name_works_or_is_refused_in_words(
+def test_a_claim_with_any_arguments_works_or_is_refused_with_a_message(
     fuzzed: Fuzzed, worker: str, types: Any, queues: Any, size: Any, lease: Any
 ) -> None:
     before = fuzzed.jobs()
@@ -299,7 +305,9 @@ operands = (
 
 @fuzz(200)
 @given(text=texts | st.builds(lambda *parts: "".join(parts), columns, operators, operands))
-def test_any_condition_is_understood_or_refused_in_words(fuzzed: Fuzzed, text: str) -> None:
+def test_any_condition_is_parsed_and_run_or_refused_with_a_message(
+    fuzzed: Fuzzed, text: str
+) -> None:
     from howdah.insight.find import Search
 
     try:
@@ -316,7 +324,7 @@ def test_any_condition_is_understood_or_refused_in_words(fuzzed: Fuzzed, text: s
 @given(filters=st.fixed_dictionaries({}, optional=dict.fromkeys(
     ("status", "job_type", "queue", "request_id", "ordering_key", "worker_id", "data", "limit", "before"),
     anything | st.lists(anything, max_size=2))))  # fmt: skip
-def test_finding_by_anything_answers_or_refuses_in_words(
+def test_find_with_any_filters_returns_jobs_or_is_refused_with_a_message(
     fuzzed: Fuzzed, filters: dict[str, Any]
 ) -> None:
     try:
@@ -330,10 +338,10 @@ def test_finding_by_anything_answers_or_refuses_in_words(
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
 
 COMMANDS = {command.name: command for group in SECTIONS.values() for command in group}
-# These go on for ever, start servers, or write files where they are told to.
-AWAY = {"worker", "dev", "demo", "db", "skill", "watch", "wait", "tail", "top"}
+# These run forever, start servers, or write files to given paths.
+NOT_FUZZED = {"worker", "dev", "demo", "db", "skill", "watch", "wait", "tail", "top"}
 OPTIONS = sorted(
-    {opt for name, c in COMMANDS.items() if name not in AWAY for p in c.params for opt in p.opts}
+    {opt for name, c in COMMANDS.items() if name not in NOT_FUZZED for p in c.params for opt in p.opts}
     - {"--database", "-h", "--help"}
 )  # fmt: skip
 arguments = (
@@ -350,16 +358,17 @@ arguments = (
 
 
 @fuzz(60)
-@given(command=st.sampled_from(sorted(set(COMMANDS) - AWAY)), rest=st.lists(arguments, max_size=5))
+@given(
+    command=st.sampled_from(sorted(set(COMMANDS) - NOT_FUZZED)),
+    rest=st.lists(arguments, max_size=5),
+)
 @example(command="migrate", rest=["--schema=\ud800"])
 @example(command="migrate", rest=["--grants=producer=\ud800"])
 @example(command="jobs", rest=["--schema", "\ud800"])
 @example(command="enqueue", rest=["\ud800:app"])
 @example(command="enqueue", rest=[".:x"])
 @example(command="cancel", rest=["--where", "data.x=" + "[" * 3000, "--yes"])
-def test_whatever_is_typed_no_command_crashes(
-    fuzzed: Fuzzed, command: str, rest: list[str]
-) -> None:
+def test_no_command_crashes_on_any_arguments(fuzzed: Fuzzed, command: str, rest: list[str]) -> None:
     before = fuzzed.counts()
     result = CliRunner().invoke(main, [command, "--database", fuzzed.url, *rest], input="n\n")
     crash = result.exception
@@ -378,19 +387,19 @@ def test_whatever_is_typed_no_command_crashes(
 @example(url="postgresql:///d?host=\x00")
 @example(url="postgresql://\ud800/d")
 @example(url="embedded:\x00")
-def test_whatever_url_is_typed_no_command_crashes(fuzzed: Fuzzed, url: str) -> None:
+def test_no_url_crashes_a_command(fuzzed: Fuzzed, url: str) -> None:
     environment = {"PGCONNECT_TIMEOUT": "1", "PGHOST": "/nowhere", "PGPORT": "1"}
     if url.startswith("embedded:") and "\x00" not in url:
-        return  # it would start a server
+        return  # would start a server
     if "@" in url or "." in url or not url.isascii():
-        url = url.replace("postgresql://", "postgresql:///")  # nobody is asked for a host's address
+        url = url.replace("postgresql://", "postgresql:///")  # no DNS lookup
     result = CliRunner().invoke(main, ["jobs", "--database", url], env=environment)
     crash = result.exception
     assert crash is None or isinstance(crash, SystemExit), (url, crash)
     assert "Traceback" not in result.output
 
 
-def test_ids_of_other_kinds_are_refused_in_words(fuzzed: Fuzzed) -> None:
+def test_ids_of_other_types_are_refused_with_a_message(fuzzed: Fuzzed) -> None:
     for job in (None, 1, "x", object(), uuid.uuid4().hex, b"x"):
         with pytest.raises((HowdahError, TypeError)) as refused:
             fuzzed.queue.get(job)  # type: ignore[arg-type]

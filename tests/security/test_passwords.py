@@ -1,5 +1,5 @@
-"""Passwords are seen nowhere: not in what commands print, not in logs, errors, tracebacks and tables, not in
-the list of processes. On a server that asks for them, with the right one and with wrong ones."""
+"""Passwords appear nowhere: not in the output of commands, not in logs, errors, tracebacks and tables, not in the
+list of processes. On a server that requires them, with the correct password and with wrong ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 
 
 def leaks(text: str) -> list[str]:
-    """The lines that give the password away."""
+    """The lines that contain a part of the password."""
     return [line for line in text.splitlines() if any(piece in line for piece in PIECES)]
 
 
@@ -41,12 +41,12 @@ def children(tmp_path: Path, secured: Secured) -> Iterator[Children]:
 
 
 def command_lines(pid: int) -> str:
-    """What a list of processes shows of one and its offspring."""
+    """The command lines of a process and its descendants, as in a list of processes."""
     family = [pid, *offspring(pid)]
     family += [inner for each in family[1:] for inner in offspring(each)]
     lines = []
     for each in family:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just exited
             lines += [Path(f"/proc/{each}/{file}").read_text() for file in ("cmdline", "comm")]
     return "\n".join(lines).replace("\0", " ")
 
@@ -65,12 +65,12 @@ def everything_stored(secured: Secured) -> str:
     return "\n".join(rows)
 
 
-def test_a_worker_works_end_to_end_and_tells_nobody_its_password(
+def test_a_worker_runs_jobs_end_to_end_without_revealing_its_password(
     secured: Secured, children: Children
 ) -> None:
     options = ("--processes", "2", "--concurrency", "4", "--log-level", "debug")
     worker = children.start(*options, app="shop_app:app", cwd=HERE).ready(2)
-    # Forged notifications are a nuisance, no more: any role may send them.
+    # Any role may send forged notifications; they must do no harm.
     with secured.connect("producer") as conn:
         for channel in ("wake", "cancel", "job"):
             for payload in ("", "[", "{}", '["x"]', "\\", "null", "1e999"):
@@ -93,12 +93,12 @@ def test_a_worker_works_end_to_end_and_tells_nobody_its_password(
     assert ended["pid"].result not in (None, worker.pid)
     assert [event.kind for event in _events(secured, ended["steps"])] == ["step"] * 3
     assert (ended["fail"].status, ended["fail"].attempts) == ("failed", 3)
-    # The heartbeat and the duties of maintenance are a worker's too.
+    # The worker role covers heartbeats and maintenance too.
     with secured.connect() as conn:
         seen = "SELECT count(*) FROM howdah.workers WHERE info ? 'running'"
         done = "SELECT count(*) FROM howdah.maintenance WHERE last_run_at IS NOT NULL AND last_error IS NULL"
-        until(lambda: conn.execute(seen).fetchone() == (2,), "both workers were heard of")
-        until(lambda: conn.execute(done).fetchone() == (5,), "every duty was done")
+        until(lambda: conn.execute(seen).fetchone() == (2,), "both workers sent a heartbeat")
+        until(lambda: conn.execute(done).fetchone() == (5,), "every duty ran")
     titles = command_lines(worker.pid)
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0
@@ -117,7 +117,7 @@ def _events(secured: Secured, job: Any) -> list[Any]:
         queue.close()
 
 
-LOOKING = [
+COMMANDS = [
     ("jobs",), ("jobs", "--where", "data.x=1"), ("queues",), ("workers",), ("top", "--once"),
     ("tail", "--no-follow"), ("doctor",), ("migrate",), ("migrate", "--check"), ("migrate", "--grants"),
     ("show", "0190"), ("explain", "0190"), ("wait", "0190"), ("cancel", "0190"), ("recover",),
@@ -127,27 +127,27 @@ LOOKING = [
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_no_command_shows_the_password(secured: Secured, options: tuple[str, ...]) -> None:
-    wrong = secured.as_kind("administrator")
+    url = secured.as_kind("administrator")
     places = {
-        "right": wrong,
-        "wrong password": wrong.replace(ENCODED, ENCODED + "x"),
-        "no such database": wrong.replace("/test_", "/missing_"),
-        "no such server": wrong.replace("host=/", "host=/nowhere/"),
+        "right": url,
+        "wrong password": url.replace(ENCODED, ENCODED + "x"),
+        "no such database": url.replace("/test_", "/missing_"),
+        "no such server": url.replace("host=/", "host=/nowhere/"),
         "no such host": f"postgresql://ops:{ENCODED}@no-such-host.invalid/db",
-        "nobody listens": f"postgresql://ops:{ENCODED}@127.0.0.1:1/db",
+        "no server listens": f"postgresql://ops:{ENCODED}@127.0.0.1:1/db",
         "in an option": f"postgresql://127.0.0.1:1/db?user=ops&password={ENCODED}",
-        "unreadable": wrong.replace("%25@", "%2@"),
+        "unreadable": url.replace("%25@", "%2@"),
     }
-    for what, url in places.items():
-        for command in LOOKING if what in ("right", "wrong password") else LOOKING[:10:3]:
-            result = run(*command, *options, "--database", url)
+    for what, place in places.items():
+        for command in COMMANDS if what in ("right", "wrong password") else COMMANDS[:10:3]:
+            result = run(*command, *options, "--database", place)
             assert leaks(result.output) == [], (what, command)
             assert what == "right" or result.exit_code != 0, (what, command)
 
 
 @pytest.mark.parametrize("command", ["chaos", "bench"])
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_no_report_shows_the_password(
+def test_chaos_and_bench_do_not_show_the_password(
     secured: Secured, tmp_path: Path, command: str, options: tuple[str, ...]
 ) -> None:
     url = secured.as_kind("administrator")
@@ -160,7 +160,7 @@ def test_no_report_shows_the_password(
         env=environment | {"TMPDIR": str(tmp_path), "HOWDAH_DATABASE_URL": url},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    # The ledger and the logs of its workers are gone when it ends.
+    # The ledger and the logs of its workers are deleted when it ends.
     files: dict[Path, str] = {}
     titles = ""
     try:
@@ -180,7 +180,7 @@ def test_no_report_shows_the_password(
 
 
 @pytest.mark.parametrize("command", ["chaos", "bench"])
-def test_a_run_that_is_turned_away_does_not_show_the_password(
+def test_chaos_and_bench_with_a_wrong_password_do_not_show_it(
     secured: Secured, command: str
 ) -> None:
     url = secured.as_kind("administrator").replace(ENCODED, ENCODED + "x")
@@ -191,7 +191,7 @@ def test_a_run_that_is_turned_away_does_not_show_the_password(
 
 
 @pytest.mark.parametrize("special", "?/#@%:[],; &=\\'\"é{}$")
-def test_a_password_that_is_not_encoded_is_not_shown_either(special: str) -> None:
+def test_a_password_that_is_not_url_encoded_is_not_shown(special: str) -> None:
     url = f"postgresql://u:Zqx7{special}Wvk9@127.0.0.1:1/db"
     seen = run("jobs", "--database", url).output
     queue = JobQueue(url, timeout=0.1)
@@ -210,7 +210,7 @@ def test_a_password_that_is_not_encoded_is_not_shown_either(special: str) -> Non
     assert "Wvk9" not in seen
 
 
-def test_no_error_shows_the_password_however_deep_one_digs(secured: Secured) -> None:
+def test_no_exception_traceback_or_attribute_shows_the_password(secured: Secured) -> None:
     url = secured.as_kind("producer")
     texts: list[str] = []
     for wrong in (url.replace(ENCODED, ENCODED + "x"), url.replace("%25@", "%2@")):
@@ -223,7 +223,7 @@ def test_no_error_shows_the_password_however_deep_one_digs(secured: Secured) -> 
     assert any("password authentication failed" in text for text in texts)
 
 
-def test_a_worker_that_is_turned_away_says_so_without_the_password(
+def test_a_worker_with_a_wrong_password_reports_it_without_the_password(
     secured: Secured, children: Children
 ) -> None:
     children.database = secured.as_kind("worker").replace(ENCODED, ENCODED + "x")
@@ -235,7 +235,7 @@ def test_a_worker_that_is_turned_away_says_so_without_the_password(
 
 
 @pytest.mark.parametrize("kind", ["producer", "observer"])
-def test_a_worker_without_a_workers_rights_says_so_and_ends(
+def test_a_worker_without_the_worker_role_reports_it_and_exits(
     secured: Secured, children: Children, kind: str
 ) -> None:
     children.database = secured.as_kind(kind)
@@ -246,7 +246,7 @@ def test_a_worker_without_a_workers_rights_says_so_and_ends(
     assert "Traceback" not in text
 
 
-def test_the_password_may_come_from_the_environment_alone(secured: Secured) -> None:
+def test_a_password_from_the_environment_is_used_and_not_shown(secured: Secured) -> None:
     bare = secured.url.replace("://howdah@", "://grafana@")
     environment = os.environ | {"HOWDAH_DATABASE_URL": bare, "PGPASSWORD": "hunter2-§ecret/@:%"}
     result = subprocess.run(

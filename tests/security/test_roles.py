@@ -1,4 +1,4 @@
-"""What each of the four roles can do, and what it cannot, on a real server that asks for passwords."""
+"""What each of the four roles can do and cannot do, on a real server that requires passwords."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ENQUEUEING = {"enqueue_job", "enqueue_jobs", "announce_jobs"}
-LOOKING = {"pending_count", "next_due_at"}
+READING = {"pending_count", "next_due_at"}
 WORKING = {
     "claim_job_batch", "enqueue_and_claim", "start_jobs", "extend_jobs", "report_progress", "add_events",
     "add_late_events", "complete_jobs", "fail_jobs", "release_jobs", "stop_jobs", "watch_jobs",
@@ -30,8 +30,8 @@ WORKING = {
 OPERATING = {"cancel_jobs", "retry_jobs", "takeover_jobs", "clear_finished", "remove_jobs"}
 FUNCTIONS = {
     "producer": ENQUEUEING,
-    "worker": ENQUEUEING | LOOKING | WORKING,
-    "observer": LOOKING,
+    "worker": ENQUEUEING | READING | WORKING,
+    "observer": READING,
 }
 TABLES = {
     "producer": {"migrations": {"SELECT"}, "jobs": {"INSERT"}, "live_jobs": {"INSERT"}},
@@ -51,7 +51,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_a_role_may_call_these_functions_and_no_other(secured: Secured, kind: str) -> None:
+def test_a_role_may_execute_its_functions_and_no_others(secured: Secured, kind: str) -> None:
     with secured.connect() as conn:
         callable_ = conn.execute(
             "SELECT proname FROM pg_proc WHERE pronamespace = 'howdah'::regnamespace "
@@ -62,7 +62,9 @@ def test_a_role_may_call_these_functions_and_no_other(secured: Secured, kind: st
 
 
 @pytest.mark.parametrize("kind", ["producer", "worker"])
-def test_these_columns_are_what_a_bulk_enqueue_may_fill(secured: Secured, kind: str) -> None:
+def test_a_role_may_insert_exactly_the_columns_of_a_bulk_enqueue(
+    secured: Secured, kind: str
+) -> None:
     with secured.connect() as conn:
         found = conn.execute(
             "SELECT attname FROM pg_attribute WHERE attrelid = 'howdah.live_jobs'::regclass "
@@ -73,7 +75,7 @@ def test_these_columns_are_what_a_bulk_enqueue_may_fill(secured: Secured, kind: 
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_role_has_these_rights_on_relations_and_no_other(secured: Secured, kind: str) -> None:
+def test_a_role_has_its_privileges_on_relations_and_no_others(secured: Secured, kind: str) -> None:
     privileges = ["SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER"]
     with secured.connect() as conn:
         found = conn.execute(
@@ -91,7 +93,7 @@ def test_a_role_has_these_rights_on_relations_and_no_other(secured: Secured, kin
     assert creates is False
 
 
-def test_nobody_else_may_do_anything(secured: Secured) -> None:
+def test_other_roles_have_no_privileges(secured: Secured) -> None:
     with secured.connect() as conn:
         conn.execute("CREATE ROLE stranger")
         try:
@@ -123,7 +125,9 @@ def jobs(secured: Secured) -> list[Any]:
         ).fetchall()
 
 
-def test_a_producer_enqueues_one_and_many_and_once(secured: Secured, producer: JobQueue) -> None:
+def test_a_producer_enqueues_single_jobs_bulk_jobs_and_with_an_idempotency_key(
+    secured: Secured, producer: JobQueue
+) -> None:
     producer.enqueue("mail", {"n": 1}, queue="a-new-queue", priority=7, delay=60)
     first = producer.enqueue("mail", {"n": 2}, idempotency_key="once")
     again = producer.enqueue("mail", {"n": 3}, idempotency_key="once")
@@ -149,9 +153,7 @@ async def test_a_producer_enqueues_from_async_code(secured: Secured) -> None:
     assert [job[2]["n"] for job in jobs(secured)] == [1, 2]
 
 
-def test_a_producer_enqueues_in_its_own_transaction_or_not_at_all(
-    secured: Secured, producer: JobQueue
-) -> None:
+def test_a_producer_enqueues_in_its_own_transaction(secured: Secured, producer: JobQueue) -> None:
     with secured.connect("producer", autocommit=False) as conn:
         producer.enqueue("mail", {"n": 1}, conn=conn)
         conn.commit()
@@ -160,7 +162,7 @@ def test_a_producer_enqueues_in_its_own_transaction_or_not_at_all(
     assert [job[2]["n"] for job in jobs(secured)] == [1]
 
 
-def test_a_producer_enqueues_by_inserting_and_by_calling(secured: Secured) -> None:
+def test_a_producer_enqueues_by_insert_and_by_function(secured: Secured) -> None:
     with secured.connect("producer") as conn:
         conn.execute("INSERT INTO howdah.jobs (job_type, data) VALUES ('mail', '{\"n\": 1}')")
         conn.execute("SELECT howdah.enqueue_job('mail', '{\"n\": 2}')")
@@ -168,8 +170,10 @@ def test_a_producer_enqueues_by_inserting_and_by_calling(secured: Secured) -> No
 
 
 @pytest.mark.parametrize("way", ["commit", "immediate constraints", "another role commits"])
-def test_a_producers_ordering_keys_are_settled_when_it_commits(secured: Secured, way: str) -> None:
-    # Until PostgreSQL 18 the trigger that does it runs as whoever commits.
+def test_the_ordering_keys_of_a_producer_are_assigned_when_it_commits(
+    secured: Secured, way: str
+) -> None:
+    # Before PostgreSQL 18 the trigger that does it runs as the role that commits.
     with secured.connect() as conn:
         conn.execute(f"GRANT {ROLES['producer']} TO {ROLES['observer']}".encode())
     kind = "observer" if way == "another role commits" else "producer"
@@ -191,16 +195,16 @@ def test_a_producers_ordering_keys_are_settled_when_it_commits(secured: Secured,
     assert [job[4] for job in jobs(secured)] == [True, False]
 
 
-def test_a_producer_wakes_a_worker_that_waits(secured: Secured, producer: JobQueue) -> None:
+def test_a_producer_notifies_an_idle_worker(secured: Secured, producer: JobQueue) -> None:
     with secured.connect("worker") as worker:
         worker.execute('LISTEN "howdah:wake"')
         worker.execute("SELECT howdah.register_worker('w', 'h', 1, '{default}', '{mail}')")
         producer.enqueue("mail")
-        heard = list(worker.notifies(timeout=120, stop_after=1))
-    assert [json.loads(each.payload)[0][:2] for each in heard] == [["default", "mail"]]
+        notifications = list(worker.notifies(timeout=120, stop_after=1))
+    assert [json.loads(each.payload)[0][:2] for each in notifications] == [["default", "mail"]]
 
 
-def test_a_producer_can_do_nothing_but_enqueue(secured: Secured, producer: JobQueue) -> None:
+def test_a_producer_can_only_enqueue(secured: Secured, producer: JobQueue) -> None:
     handle = producer.enqueue("mail", {"card": "4111"})
     before = jobs(secured)
     refused = [
@@ -254,17 +258,17 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("kind", ["producer", "observer"])
-def test_the_statements_of_an_intruder_are_refused(secured: Secured, kind: str) -> None:
+def test_hostile_statements_are_refused(secured: Secured, kind: str) -> None:
     with secured.connect(kind, autocommit=False) as conn:
         for statement in HOSTILE:
             if kind == "observer" and re.match(r"SELECT .* FROM ", statement):
-                continue  # it may look
+                continue  # an observer may read
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 conn.execute(statement.encode())
             conn.rollback()
 
 
-def test_names_that_a_producer_plants_are_not_taken_for_ours(secured: Secured) -> None:
+def test_temporary_objects_of_a_producer_do_not_replace_those_of_howdah(secured: Secured) -> None:
     with secured.connect("producer") as conn:
         conn.execute("SET search_path = pg_temp, howdah")
         conn.execute("CREATE TEMP TABLE live_jobs (LIKE pg_class)")
@@ -301,7 +305,7 @@ def filled(secured: Secured) -> Secured:
     return secured
 
 
-def test_an_observer_can_look_with_every_command(filled: Secured) -> None:
+def test_an_observer_can_run_every_reading_command(filled: Secured) -> None:
     there = ("--database", filled.as_kind("observer"))
     with filled.connect() as conn:
         before = _all_rows(conn)
@@ -331,7 +335,7 @@ def _all_rows(conn: psycopg.Connection[Any]) -> list[Any]:
     ]
 
 
-def test_an_observer_is_told_what_it_may_not_do(filled: Secured) -> None:
+def test_an_observer_gets_an_error_from_every_writing_command(filled: Secured) -> None:
     with filled.connect() as conn:
         before = _all_rows(conn)
         failed, live = (str(r[0]) for r in conn.execute("SELECT id FROM howdah.jobs ORDER BY seq"))
@@ -347,7 +351,7 @@ def test_an_observer_is_told_what_it_may_not_do(filled: Secured) -> None:
         assert _all_rows(conn) == before
 
 
-def test_who_may_look_and_enqueue_can_wait_for_a_result(
+def test_a_role_that_is_producer_and_observer_can_wait_for_a_result(
     secured: Secured, new_role: Callable[..., str]
 ) -> None:
     shop = new_role("shop", "LOGIN IN ROLE app_web, grafana")
@@ -387,7 +391,9 @@ def test_an_administrator_can_do_everything(filled: Secured) -> None:
     queue.close()
 
 
-def test_a_right_can_be_given_by_hand_and_stays(secured: Secured, producer: JobQueue) -> None:
+def test_a_privilege_granted_by_hand_survives_granting_again(
+    secured: Secured, producer: JobQueue
+) -> None:
     with secured.connect("administrator") as conn:
         conn.execute("GRANT EXECUTE ON FUNCTION howdah.cancel_jobs TO app_web")
     succeed("migrate", "--grants", "--database", secured.as_kind("administrator"))

@@ -21,7 +21,7 @@ from howdah.worker import fetcher
 app = App(lease=float(os.environ.get("FAULT_APP_LEASE", "30")))
 
 if "FAULT_APP_POLL" in os.environ:
-    fetcher.POLL = fetcher.POLL_WHEN_LISTENING = float(os.environ["FAULT_APP_POLL"])
+    fetcher.POLL_SECONDS = fetcher.POLL_SECONDS_LISTENING = float(os.environ["FAULT_APP_POLL"])
 
 if "FAULT_APP_LAST_PATIENCE" in os.environ:
     cli.LAST_PATIENCE = float(os.environ["FAULT_APP_LAST_PATIENCE"])

@@ -247,7 +247,7 @@ def test_a_result_that_cannot_be_stored_fails_the_job() -> None:
     def give() -> object:
         return object()
 
-    with inline(other), pytest.raises(JobFailed, match="returned what cannot be stored"):
+    with inline(other), pytest.raises(JobFailed, match="returned a value that cannot be stored"):
         give.enqueue().result()
 
 

@@ -189,7 +189,7 @@ def test_a_worker_that_was_paused_past_its_lease_is_refused_and_says_so(
     until(lambda: all_ended(conn), "the other worker completed the job")
     assert queue.get(handle.id).worker_id.split(":")[1] == str(other.pid)
     paused.send(signal.SIGCONT)
-    message = "a late acknowledgement was refused: the lease was lost"
+    message = "acknowledgement rejected: lease lost"
     (refusal,) = until(lambda: paused.said(message), "the refusal was logged")
     assert refusal["level"] == "warning"
     assert (refusal["job_id"], refusal["job_type"]) == (str(handle.id), "gated")

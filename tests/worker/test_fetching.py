@@ -35,8 +35,8 @@ def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[
 @pytest.fixture
 def hourly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Polling that explains nothing."""
-    monkeypatch.setattr(fetcher, "POLL", 3600.0)
-    monkeypatch.setattr(fetcher, "POLL_WHEN_LISTENING", 3600.0)
+    monkeypatch.setattr(fetcher, "POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(fetcher, "POLL_SECONDS_LISTENING", 3600.0)
 
 
 def add_nap(app: App) -> None:
@@ -156,7 +156,7 @@ async def test_without_notifications_polling_finds_the_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("howdah.database.listener.Listener.start", lambda listener: None)
-    monkeypatch.setattr(fetcher, "POLL", 0.2)
+    monkeypatch.setattr(fetcher, "POLL_SECONDS", 0.2)
     add_nap(app)
     async with running_worker(app):
         for n in range(3):
@@ -346,7 +346,7 @@ async def test_outcomes_wait_for_a_database_in_trouble(
     add_nap(app)
     await app.aqueue.enqueue_many([NewJob(job_type="nap")] * 20)
     async with running_worker(app, lease=2):
-        await eventually(lambda: "outcomes wait for the database" in caplog.text)
+        await eventually(lambda: "outcomes could not be written; retrying" in caplog.text)
         conn.execute("DROP TABLE public.trouble")
         await completed(conn, 20)
     attempts = conn.execute("SELECT DISTINCT attempts, claims FROM howdah.jobs").fetchall()
@@ -401,7 +401,7 @@ async def test_a_worker_of_which_a_part_broke_ends_with_the_error(
     def break_down() -> None:
         raise fault_points.InjectedFault(point)
 
-    monkeypatch.setitem(fault_points._hooks, point, break_down)
+    monkeypatch.setitem(fault_points.hooks, point, break_down)
     add_nap(app)
     await app.aqueue.enqueue("nap")
     worker = Worker(app, concurrency=2, grace=1)

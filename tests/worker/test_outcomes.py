@@ -127,7 +127,7 @@ async def test_a_result_that_cannot_be_stored_fails_its_job_at_once(
         assert (job.status, job.attempts) == (Status.FAILED, 1), name
         assert len(lines(tmp_path / name)) == 1, name
         assert job.last_error is not None
-        assert "returned what cannot be stored as its result" in job.last_error, name
+        assert "returned a value that cannot be stored as its result" in job.last_error, name
 
 
 @in_each_executor
@@ -302,8 +302,8 @@ async def test_a_late_result_is_refused_and_logged(
         await eventually(lambda: lines(tmp_path / "ran"))
         steal(connect(), handle.id)
         release.touch()
-        await eventually(lambda: "a late acknowledgement was refused" in caplog.text)
-    (record,) = (r for r in caplog.records if "late acknowledgement" in r.message)
+        await eventually(lambda: "acknowledgement rejected: lease lost" in caplog.text)
+    (record,) = (r for r in caplog.records if r.message == "acknowledgement rejected: lease lost")
     assert record.levelno == logging.WARNING
     assert record.job_id == str(handle.id)  # type: ignore[attr-defined]
     job = await handle.ajob()
@@ -420,7 +420,7 @@ async def test_a_retry_policy_that_raises_leaves_the_job_to_be_tried_again(
 
     handle = await fails.aenqueue()
     async with running_worker(app):
-        await eventually(lambda: "a retry policy failed" in caplog.text)
+        await eventually(lambda: "retry policy failed" in caplog.text)
         await eventually(lambda: _is_pending(app, handle))
     job = await handle.ajob()
     assert (job.status, job.attempts, job.last_error) == (Status.PENDING, 1, "OSError")
@@ -477,11 +477,13 @@ async def test_a_process_pool_that_stands_still_is_replaced(
 ) -> None:
     pools: list[Any] = []
 
-    patience = processes.BEGIN_PATIENCE
+    patience = processes.BEGIN_TIMEOUT_SECONDS
 
     def start(executor: processes.ProcessExecutor) -> Any:
         pools.append(begin(executor))
-        monkeypatch.setattr(processes, "BEGIN_PATIENCE", patience)  # new processes take their time
+        monkeypatch.setattr(
+            processes, "BEGIN_TIMEOUT_SECONDS", patience
+        )  # new processes take their time
         return pools[-1]
 
     begin = processes.ProcessExecutor._start
@@ -491,7 +493,7 @@ async def test_a_process_pool_that_stands_still_is_replaced(
         # What a process leaves behind that is killed while it takes a job: the pool's lock, locked.
         channel = pools[0]._pool_manager.worker_manager.workers_channel
         assert channel.mutex.reader_mutex.acquire(timeout=5)
-        monkeypatch.setattr(processes, "BEGIN_PATIENCE", 1.0)
+        monkeypatch.setattr(processes, "BEGIN_TIMEOUT_SECONDS", 1.0)
         assert await (await module_app.tasks["process:ok"].aenqueue(2)).aresult(120)
     assert len(pools) == 2
-    assert "the process pool broke" in caplog.text
+    assert "process pool broke" in caplog.text

@@ -139,7 +139,7 @@ def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_database_stops(
 ) -> None:
     children.database = "postgresql://nobody@127.0.0.1:9/nowhere"
     worker = children.start()
-    message = "the database does not answer and will be asked again"
+    message = "database unreachable; retrying"
     until(lambda: worker.said(message), "it says what it waits for")
     assert 'cannot reach database "nowhere" at 127.0.0.1' in worker.said(message)[0]["error"]
     stop(worker)

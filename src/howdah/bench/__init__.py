@@ -1,9 +1,9 @@
-"""Measures a user's own database in a schema of its own, and says what the figures mean. `howdah bench`
-draws it; the benchmarks against other queues are another thing, and live outside the package."""
+"""Measures a user's database in a temporary schema, and derives advice from the figures. `howdah bench` shows them.
+The benchmarks against other queues are in `bench/`, outside the package."""
 
 from howdah.bench.figures import Figures, Latency, Rate, Server, advice
 from howdah.bench.measure import STEPS, Bench, Progress
-from howdah.bench.temporary_schema import borrowed_schema
+from howdah.bench.temporary_schema import temporary_schema
 
 __all__ = [
     "STEPS",
@@ -14,5 +14,5 @@ __all__ = [
     "Rate",
     "Server",
     "advice",
-    "borrowed_schema",
+    "temporary_schema",
 ]

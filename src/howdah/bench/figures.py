@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BUSY = 0.85  # of a core: a process that uses this much has no time left
-MOST = 0.5
+BUSY_CORE_SHARE = 0.85  # a process that uses this share of a core is limited by its CPU
+MOST_SHARE = 0.5
 CALLERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What the database is like before anything is asked of it; times in seconds."""
+    """The server without load; times in seconds."""
 
     version: str
     fsync: str
@@ -19,18 +19,18 @@ class Server:
     synchronous_commit: str
     round_trip: float
     commit: float
-    """A durable commit of one row, the round trip not counted."""
+    """A durable commit of one row, without the round trip."""
 
     @property
-    def forgets(self) -> list[str]:
-        """Settings under which a crash may lose what was acknowledged."""
+    def not_durable(self) -> list[str]:
+        """The settings that are off, so that a crash may lose acknowledged jobs."""
         names = ("fsync", "full_page_writes", "synchronous_commit")
         return [name for name in names if getattr(self, name) == "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """So many jobs in so many seconds; `cpu` is what of a core the client's process used."""
+    """Jobs and the seconds they took; `cpu` is the share of a core that the client process used."""
 
     jobs: int
     seconds: float
@@ -43,7 +43,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Seconds from calling enqueue to the start of the handler, with an idle worker."""
+    """Seconds from the call of enqueue to the start of the handler in an idle worker."""
 
     samples: int
     p50: float
@@ -52,7 +52,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Everything that was measured."""
+    """All figures of one measurement."""
 
     server: Server
     pick_up: Latency
@@ -63,10 +63,10 @@ class Figures:
 
 
 def advice(figures: Figures) -> list[str]:
-    """What to do about it: a sentence on enqueueing, one on working, and warnings if there are any."""
-    found = [_on_enqueueing(figures), _on_working(figures)]
-    if figures.server.forgets:
-        names = " and ".join(figures.server.forgets)
+    """A sentence about enqueueing, one about the worker, and a warning if the server is not durable."""
+    found = [_enqueue_advice(figures), _worker_advice(figures)]
+    if figures.server.not_durable:
+        names = " and ".join(figures.server.not_durable)
         found.append(
             f"{names} is off: a crash of the server may lose jobs, and with it on the figures would be "
             "lower. Turn it on where jobs matter."
@@ -74,24 +74,24 @@ def advice(figures: Figures) -> list[str]:
     return found
 
 
-def _on_enqueueing(figures: Figures) -> str:
+def _enqueue_advice(figures: Figures) -> str:
     server, one = figures.server, figures.one_caller
     takes = 1 / one.per_second if one.per_second else float("inf")
     times = (
         f"{_times(figures.many_callers, one)} as many from {CALLERS} concurrent callers, "
         f"{_times(figures.bulk, one)} with enqueue_many"
     )
-    if server.round_trip > MOST * takes:
+    if server.round_trip > MOST_SHARE * takes:
         return (
             f"The round trip of {milliseconds(server.round_trip)} is most of an enqueue: enqueue "
             f"concurrently or in bulk ({times}), and keep producers near the database."
         )
-    if server.commit > MOST * takes:
+    if server.commit > MOST_SHARE * takes:
         return (
             f"The durable commit of {milliseconds(server.commit)} is most of an enqueue: concurrent and "
             f"bulk enqueues share one ({times}); a disk that flushes faster helps all of them."
         )
-    if one.cpu > BUSY:
+    if one.cpu > BUSY_CORE_SHARE:
         return (
             f"An enqueue is mostly the producer's own CPU time: enqueue in bulk ({times}), or from more "
             "processes."
@@ -99,11 +99,11 @@ def _on_enqueueing(figures: Figures) -> str:
     return f"Neither network nor disk holds enqueues up; still, bundling pays: {times}."
 
 
-def _on_working(figures: Figures) -> str:
+def _worker_advice(figures: Figures) -> str:
     worker, share = figures.worker, f"{figures.worker.cpu:.0%} of a core"
     if not worker.jobs:
         return "The worker completed nothing in its time; `howdah doctor` may know why."
-    if worker.cpu > BUSY:
+    if worker.cpu > BUSY_CORE_SHARE:
         return (
             f"The worker process used {share}, so it sets the pace itself: `howdah worker --processes 2` "
             "and more go faster while the server has cores left."
@@ -127,7 +127,7 @@ def _times(rate: Rate, base: Rate) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A short time, with as many digits as matter."""
+    """A short time, with two or three significant digits."""
     value = seconds * 1000
     return (
         f"{value:.2f} ms"

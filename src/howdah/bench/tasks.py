@@ -1,5 +1,5 @@
-"""What the worker of `howdah bench` runs. It reports through a pipe to the process that started it:
-asking the database would be part of what is measured."""
+"""The tasks of the worker of `howdah bench`. The worker reports through a pipe to the process that started it, since
+queries would change what is measured."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 
 from howdah.app import App
 
-SCHEMA = "HOWDAH_BENCH_SCHEMA"
-PIPE = "HOWDAH_BENCH_PIPE"
-REPORT = struct.Struct("ddq")  # the moment, this process's CPU time, jobs so far
-EVERY = 64
+SCHEMA_VARIABLE = "HOWDAH_BENCH_SCHEMA"
+PIPE_VARIABLE = "HOWDAH_BENCH_PIPE"
+REPORT = struct.Struct("ddq")  # the time, the CPU time of this process, the number of jobs so far
+REPORT_JOBS = 64
 
-app = App(schema=os.environ.get(SCHEMA, "howdah_bench"), create=False)
-_pipe = int(os.environ.get(PIPE, "1"))
+app = App(schema=os.environ.get(SCHEMA_VARIABLE, "howdah_bench"), create=False)
+_pipe = int(os.environ.get(PIPE_VARIABLE, "1"))
 _jobs = 0
 
 
@@ -25,14 +25,14 @@ def _report() -> None:
 
 @app.task
 async def ping() -> None:
-    """Says at once that it has started."""
+    """Reports that it started."""
     _report()
 
 
 @app.task
 async def work(note: str) -> None:
-    """Does nothing with what it is given, and says so now and then."""
+    """Does nothing; every 64th job reports."""
     global _jobs
     _jobs += 1
-    if _jobs % EVERY == 0:
+    if _jobs % REPORT_JOBS == 0:
         _report()

@@ -1,5 +1,5 @@
-"""The schema that a measurement has to itself: made at the start, dropped at the end whatever happens.
-What a run that was killed left behind is dropped by the next one, an hour later at the earliest."""
+"""The temporary schema of a measurement: created at the start, dropped at the end, even after an error. A schema left
+by a killed run is dropped by the first run that starts more than an hour later."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PREFIX = "howdah_bench_"
-ABANDONED = 3600  # seconds; no measurement takes as long
+ABANDONED_SECONDS = 3600  # longer than any measurement
 
 
 @contextlib.contextmanager
-def borrowed_schema(connect: Callable[[], Connection]) -> Iterator[str]:
-    """A schema of the newest version under a name of its own."""
+def temporary_schema(connect: Callable[[], Connection]) -> Iterator[str]:
+    """A schema of the latest version with a unique name."""
     with connect() as conn:
         (now,) = _one(conn, "SELECT extract(epoch FROM clock_timestamp())::bigint")
         _drop_abandoned(conn, now)
@@ -44,7 +44,7 @@ def borrowed_schema(connect: Callable[[], Connection]) -> Iterator[str]:
 
 
 def _drop(connect: Callable[[], Connection], schema: str) -> None:
-    # On a connection of its own: the one that made it may be what broke.
+    # On a new connection: the one that created the schema may be broken.
     try:
         with connect() as conn:
             conn.execute(f"DROP SCHEMA IF EXISTS {quote_schema(schema)} CASCADE".encode())
@@ -61,7 +61,7 @@ def _drop_abandoned(conn: Connection, now: int) -> None:
         "AND pg_has_role(nspowner, 'MEMBER')".encode()
     ).fetchall()
     for (name,) in rows:
-        if now - int(name.removeprefix(PREFIX)[:8], 16) > ABANDONED:
+        if now - int(name.removeprefix(PREFIX)[:8], 16) > ABANDONED_SECONDS:
             conn.execute(f"DROP SCHEMA IF EXISTS {quote_schema(name)} CASCADE".encode())
 
 

@@ -1,30 +1,32 @@
-"""Decides, job by job, whether each promise was kept: pure functions over the ledger and the database.
+"""Decides for each job whether every promise was kept: pure functions over the ledger and the database.
 
-A finding is only made where the lines prove it, whatever the scheduling of processes: what one process wrote
-after it was answered is later than what the database did, and what it wrote before it asked is earlier. A
-second lease is wrong, for instance, if its claim was answered before the first one can have run out."""
+A finding needs proof in the ledger that holds for every possible scheduling of the processes. A line written after
+a reply is later than the database's action; a line written before a request is earlier. For example, a second lease
+is wrong only if its claim was answered before the first lease can have expired."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from howdah.chaos.checks.check import PROMISES, Case, Finding
-from howdah.chaos.checks.jobs import Work
-from howdah.chaos.checks.leases import Leases
-from howdah.chaos.checks.ordering import Order
-from howdah.chaos.checks.recovery_time import Resuming
+from howdah.chaos.checks.attempts import AttemptCheck
+from howdah.chaos.checks.check import PROMISES, Finding, JobRecord
+from howdah.chaos.checks.effects import EffectCheck
+from howdah.chaos.checks.leases import LeaseCheck
+from howdah.chaos.checks.lost_jobs import LostJobCheck
+from howdah.chaos.checks.ordering import OrderingCheck
+from howdah.chaos.checks.recovery_time import RecoveryTimeCheck
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from howdah.chaos.history import Database, Enqueue, History, Row
 
-JUDGES = (Leases, Work, Order, Resuming)
+CHECKS = (LeaseCheck, LostJobCheck, AttemptCheck, EffectCheck, OrderingCheck, RecoveryTimeCheck)
 
 
 class Checker:
-    """The checks over one run that waited, for long enough, until every job had ended."""
+    """Runs every check over a run that waited until every job ended, or until it timed out."""
 
     def __init__(self, history: History, database: Database, *, lease: float) -> None:
         self.history = history
@@ -32,22 +34,23 @@ class Checker:
         self.lease = lease
 
     def check(self) -> list[Finding]:
-        """Everything that is wrong, by promise."""
-        cases = list(self.cases())
-        judges = [judge(self.history, self.database, self.lease) for judge in JUDGES]
-        found = [finding for judge in judges for finding in judge.check(cases)]
+        """All findings, sorted by promise."""
+        records = list(self.job_records())
+        checks = [check(self.history, self.database, self.lease) for check in CHECKS]
+        found = [finding for check in checks for finding in check.check(records)]
         return sorted(found, key=lambda finding: finding.promise)
 
-    def cases(self) -> Iterator[Case]:
-        """Every job that the ledger or the database knows."""
+    def job_records(self) -> Iterator[JobRecord]:
+        """Every job in the ledger or in the database."""
         rows: dict[str, list[Row]] = defaultdict(list)
         for row in self.database.rows:
             rows[row.id].append(row)
-        asked: dict[str, Enqueue] = {}
+        enqueues: dict[str, Enqueue] = {}
         for job, _, enqueue in self.history.acknowledged():
-            asked.setdefault(job, enqueue)
-        for job in {**rows, **self.history.jobs, **asked}:
-            yield Case(job, self.history.jobs.get(job, []), rows.get(job, []), asked.get(job))
+            enqueues.setdefault(job, enqueue)
+        for job in {**rows, **self.history.jobs, **enqueues}:
+            leases = self.history.jobs.get(job, [])
+            yield JobRecord(job, leases, rows.get(job, []), enqueues.get(job))
 
 
 __all__ = ["PROMISES", "Checker", "Finding"]

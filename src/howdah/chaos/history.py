@@ -1,4 +1,4 @@
-"""What the ledger says, put in order: enqueues, and of every job its leases, one after the other."""
+"""The ledger, indexed: enqueues, and the leases of every job in order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ if TYPE_CHECKING:
 
     from howdah.chaos.ledger import Line
 
+LEASE_LINES = {
+    "start": "starts",
+    "effect": "effects",
+    "beat": "beats",
+    "ack-invoked": "invoked",
+    "ack-accepted": "accepted",
+    "ack-refused": "refused",
+    "ack-unknown": "unknown",
+}
+"""The list of a `Lease` in which lines of each kind are collected."""
+
 
 class Row(NamedTuple):
-    """A job as the database has it after the run."""
+    """A job in the database after the run."""
 
     id: str
     seq: int
@@ -32,8 +43,8 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Database:
-    """What the checker reads there: every job, every error event as (job, attempt), and of every job how
-    many rows its handler wrote together with its completion."""
+    """What the checker reads from the database: every job, every error event as (job, attempt), and per job the
+    number of rows that its handler wrote together with its completion."""
 
     rows: Sequence[Row]
     errors: Sequence[tuple[str, int]] = ()
@@ -42,14 +53,14 @@ class Database:
 
 @dataclass(slots=True)
 class Enqueue:
-    """One call of a producer. What it came to: acknowledged, unknown, refused or rolled-back."""
+    """One call of a producer. Its outcome is acknowledged, unknown, refused or rolled-back."""
 
     invoked: Line
     answer: Line | None = None
 
     @property
     def outcome(self) -> str:
-        # A producer that was killed in the middle heard no answer either.
+        # A producer that was killed during the call received no reply either.
         return "unknown" if self.answer is None else self.answer.kind.removeprefix("enqueue-")
 
     @property
@@ -57,7 +68,7 @@ class Enqueue:
         return [] if self.answer is None else self.answer.get("ids", [])
 
     def jobs(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The id and the description of each job that was answered with one."""
+        """The id and the description of each job whose id was returned."""
         yield from zip(self.ids, self.invoked["jobs"], strict=False)
 
 
@@ -79,12 +90,12 @@ class Lease:
 
     @property
     def began(self) -> float:
-        """When its claim was first known to have happened."""
+        """The time of the first line about it: its claim happened before."""
         return self.first.t
 
     @property
     def first(self) -> Line:
-        """The line that first names it."""
+        """The first line about it."""
         lines = [self.claim] if self.claim else []
         lines += [*self.starts[:1], *self.invoked[:1], *self.beats[:1], *self.accepted[:1]]
         return min((line for line in lines if line), key=lambda line: line.t)
@@ -95,13 +106,13 @@ class Lease:
         return (self.claim or self.first).pid
 
     def ended(self) -> float | None:
-        """When its worker first tried to part with it, or was told that it was no longer its own."""
+        """When its worker first sent an acknowledgement, or got one rejected."""
         times = [line.t for line in (*self.invoked, *self.accepted, *self.refused)]
         return min(times, default=None)
 
 
 @dataclass(slots=True)
-class Window:
+class FaultWindow:
     """A fault, from its begin to its end."""
 
     name: str
@@ -115,7 +126,7 @@ class Window:
         return found
 
     def until(self) -> float:
-        """When it ended; one that nobody ended lasts."""
+        """When it ended; infinity if it did not."""
         return float("inf") if self.end is None else self.end.t
 
 
@@ -125,7 +136,7 @@ class History:
     def __init__(self, lines: Iterable[Line]) -> None:
         self.enqueues: dict[str, Enqueue] = {}
         self.jobs: dict[str, list[Lease]] = defaultdict(list)
-        self.windows: dict[int, Window] = {}
+        self.windows: dict[int, FaultWindow] = {}
         self.ready: dict[int, Line] = {}
         self.exits: dict[int, Line] = {}
         self.troubles: dict[int, list[Line]] = defaultdict(list)
@@ -134,11 +145,11 @@ class History:
         self.notes: list[Line] = []
         self._leases: dict[tuple[str, str], Lease] = {}
         for line in lines:
-            self._take(line)
+            self._add(line)
         for leases in self.jobs.values():
             leases.sort(key=lambda lease: lease.began)
 
-    def _take(self, line: Line) -> None:
+    def _add(self, line: Line) -> None:
         match line.kind:
             case "enqueue-invoked":
                 self.enqueues[line["call"]] = Enqueue(line)
@@ -146,7 +157,7 @@ class History:
                 self.enqueues[line["call"]].answer = line
             case "fault":
                 if line["phase"] == "begin":
-                    window = Window(line["name"], line["scope"], line)
+                    window = FaultWindow(line["name"], line["scope"], line)
                     self.windows[line["fault"]] = window
                 else:
                     self.windows[line["fault"]].end = line
@@ -164,29 +175,18 @@ class History:
             case "note":
                 self.notes.append(line)
             case _:
-                self._take_lease(line)
+                self._add_to_lease(line)
 
-    def _take_lease(self, line: Line) -> None:
+    def _add_to_lease(self, line: Line) -> None:
         lease = self._lease(line["job"], line["fence"])
         match line.kind:
             case "claim":
                 lease.claim = line
             case "announce":
                 lease.announced = line
-            case "start":
-                lease.starts.append(line)
-            case "effect":
-                lease.effects.append(line)
-            case "beat":
-                lease.beats.append(line)
-            case "ack-invoked":
-                lease.invoked.append(line)
-            case "ack-accepted":
-                lease.accepted.append(line)
-            case "ack-refused":
-                lease.refused.append(line)
-            case "ack-unknown":
-                lease.unknown.append(line)
+            case kind:
+                lines: list[Line] = getattr(lease, LEASE_LINES[kind])
+                lines.append(line)
 
     def _lease(self, job: str, fence: str) -> Lease:
         lease = self._leases.get((job, fence))
@@ -196,14 +196,14 @@ class History:
         return lease
 
     def acknowledged(self) -> Iterator[tuple[str, dict[str, Any], Enqueue]]:
-        """Every job that a producer was told is there: id, description, call."""
+        """Every job whose enqueue was acknowledged: id, description, call."""
         for enqueue in self.enqueues.values():
             if enqueue.outcome == "acknowledged":
                 for job, described in enqueue.jobs():
                     yield job, described, enqueue
 
     def durable(self) -> Iterator[tuple[float, float]]:
-        """When a statement that waits for the disk was answered, and when it was asked for."""
+        """For each durable statement, when its reply came and when it was sent."""
         for enqueue in self.enqueues.values():
             if enqueue.answer is not None and enqueue.outcome == "acknowledged":
                 yield enqueue.answer.t, enqueue.invoked.t
@@ -211,12 +211,12 @@ class History:
             for line in (*lease.accepted, *lease.beats):
                 yield line.t, line["asked"]
 
-    def windows_of(self, *scopes: str) -> list[Window]:
-        """Faults of these kinds."""
+    def windows_of(self, *scopes: str) -> list[FaultWindow]:
+        """The faults with these scopes."""
         return [window for window in self.windows.values() if window.scope in scopes]
 
     def in_flight(self, worker: int, at: float) -> list[Lease]:
-        """What a worker had claimed then and not yet parted with."""
+        """The leases that were in flight in a worker at a time."""
         return [
             lease
             for lease in self.by_worker().get(worker, ())
@@ -224,7 +224,7 @@ class History:
         ]
 
     def by_worker(self) -> dict[int, list[Lease]]:
-        """The leases of each process."""
+        """The leases of each worker process."""
         if not hasattr(self, "_by_worker"):
             found: dict[int, list[Lease]] = defaultdict(list)
             for lease in self._leases.values():

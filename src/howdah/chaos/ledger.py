@@ -1,31 +1,31 @@
-"""The ledger: what producers, workers and the fault driver saw, one JSON object a line, in one file that all
-of them append to. Each line is one `write` on a descriptor opened with O_APPEND, so no two lines mix. A process
-that is killed in the middle of a `write` may leave the beginning of a line, where that crosses a page: it is
-passed over, as if the process had died before it. Times are CLOCK_MONOTONIC, which processes of one host share.
+"""The ledger: what producers, workers and the fault injector observed. All of them append to one file, one JSON
+object per line. Each line is one `write` on a descriptor opened with O_APPEND, so lines never mix. A process that
+is killed during a `write` may leave a partial line where the write crosses a page; readers skip it, as if the
+process had been killed before it. Times are CLOCK_MONOTONIC, which all processes of one host share.
 
-Kinds of lines and what they carry besides `t`, `pid` and `kind`:
+Kinds of lines, and their fields besides `t`, `pid` and `kind`:
 
     enqueue-invoked       call, jobs: [{tag, type, queue, priority, key, n, delay, max_attempts, unique}, …]
-    enqueue-acknowledged  call, ids     the database has them, in the order of the jobs
-    enqueue-unknown       call          nobody heard whether it has
+    enqueue-acknowledged  call, ids     committed; the ids in the order of the jobs
+    enqueue-unknown       call          the outcome is unknown
     enqueue-refused       call          an error before anything was written
-    enqueue-rolled-back   call, ids     written, and undone by the caller's own ROLLBACK
-    claim                 job, fence, attempt, most, claims, type, queue, asked (when the claim was sent),
-                          durable (whether it waited for the disk)
-    announce              job, fence    the worker told the database that it starts the job
-    start, effect         job, fence, attempt   the handler began; it did what it is for
+    enqueue-rolled-back   call, ids     written, then undone by the caller's ROLLBACK
+    claim                 job, fence, attempt, most (max_attempts), claims, type, queue, asked (when the claim
+                          was sent), durable (whether it waited for the disk)
+    announce              job, fence    the worker wrote to the database that it starts the job
+    start, effect         job, fence, attempt   the handler started; the handler did its work
     beat                  job, fence, asked     the database extended the lease
     ack-invoked           job, fence, what, final   complete, fail, release or stop is being sent
     ack-accepted, ack-refused, ack-unknown          job, fence, what, final, asked
-    trouble               asked, function, claimed   a worker's statement failed, as the database could not be
-                          reached; when a claim was last answered (0: never), if only with nothing
-    well                  asked, function   one was answered, late or after trouble
-    fault                 fault, name, phase ("begin" or "end"), scope (see `Stage.fault`),
+    trouble               asked, function, claimed   a worker's statement failed because the database was
+                          unreachable; `claimed`: when a claim last got a reply, even an empty one (0: never)
+    well                  asked, function   a statement got a reply, late or after trouble
+    fault                 fault, name, phase ("begin" or "end"), scope (see `RunContext.fault`),
                           target (a process id), …
-    ready, exit           child, role, code     a worker said that it works; a process ended
-    overdue               job, fence, seconds   a lease ran out so long ago and nobody took the job back
-    note                  text          anything else worth knowing
-    sample                pending, due (for any worker: without those of bare queues), claimed, finished
+    ready, exit           child, role, code     a process logged that it started; a process exited
+    overdue               job, fence, seconds   a stale job that is not recovered, and how long its lease is expired
+    note                  text          any other fact
+    sample                pending, due (without the jobs of bare queue workers), claimed, finished
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line: its number in the file, when, by whom, of what kind, and the rest."""
+    """One line: its number in the file, time, process, kind, and other fields."""
 
     number: int
     t: float
@@ -64,7 +64,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """The file, for writing. Safe to share among threads, and to be inherited by a fork."""
+    """The file, opened for writing. Threads may share it, and forked processes may inherit it."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = str(path)
@@ -73,10 +73,10 @@ class Ledger:
         )
 
     def write(self, kind: str, fields: Mapping[str, Any] | None = None, /, **more: Any) -> float:
-        """Append a line; gives its time."""
+        """Append a line and return its time."""
         now = time.monotonic()
         line = {"t": now, "pid": os.getpid(), "kind": kind, **(fields or {}), **more}
-        # The newline goes first, so that a beginning which somebody left stays a line of its own.
+        # The newline comes first, so that a partial line of another process stays a separate line.
         os.write(self._file, b"\n" + _encoder.encode(line))
         return now
 
@@ -86,13 +86,13 @@ class Ledger:
 
 
 def from_environment() -> Ledger | None:
-    """The ledger that a child process was told to write."""
+    """The ledger named by the environment of this process, if any."""
     path = os.environ.get(LEDGER_VARIABLE)
     return None if path is None else Ledger(path)
 
 
 def read(path: Path | str) -> list[Line]:
-    """Every line that is whole, in the order of the file."""
+    """Every complete line, in the order of the file."""
     with open(path, "rb") as file:
         return [line for number, text in enumerate(file, 1) if (line := _line(number, text))]
 
@@ -101,5 +101,5 @@ def _line(number: int, text: bytes) -> Line | None:
     try:
         fields = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return None  # the first line, or a beginning
+        return None  # the empty first line, or a partial line
     return Line(number, fields.pop("t"), fields.pop("pid"), fields.pop("kind"), fields)

@@ -1,8 +1,9 @@
-"""Faults of worker processes: what can be done to anybody's, with nothing but signals."""
+"""Faults of worker and producer processes. They need only signals, so they run on any user's database."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from howdah.chaos import fault_hits
-from howdah.chaos.scenario import Fault, Scenario, Stage
+from howdah.chaos.scenario import Fault, RunContext, Scenario
 from howdah.execution.fault_points import POINTS
 
 if TYPE_CHECKING:
@@ -22,16 +23,27 @@ if TYPE_CHECKING:
     from howdah.chaos.processes.supervisor import Child
     from howdah.chaos.scenario import Place
 
-DEATH_PATIENCE = 15.0
-STOP_PATIENCE = 30.0
+KILL_TIMEOUT_SECONDS = 15.0
+STOP_TIMEOUT_SECONDS = 30.0
 SLOW_POINTS = ("before-heartbeat", "after-heartbeat", "before-maintenance", "during-shutdown")
 
 
 class Calm(Scenario):
-    """The load alone."""
+    """The load without faults."""
 
     name = "calm"
     about = "no fault: only the load"
+
+
+def signal_busy_worker(
+    run: RunContext, fault: Fault, number: signal.Signals, timeout: float
+) -> None:
+    """Send a signal to the worker that the schedule selected, and wait until it exits."""
+    worker = run.pick_busy_worker(fault.detail["worker"])
+    if worker is not None:
+        with run.fault(fault.name, scope="worker", target=worker.pid):
+            worker.send(number)
+            worker.wait(timeout)
 
 
 class KillWorkers(Scenario):
@@ -39,17 +51,13 @@ class KillWorkers(Scenario):
 
     name = "kill workers"
     about = "kill -9 of workers at random"
-    every = 2.0
+    every_seconds = 2.0
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
         return "kill worker", {"worker": random.randrange(100)}
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
-        worker = stage.pick(fault.detail["worker"])
-        if worker is not None:
-            with stage.fault(fault.name, scope="worker", target=worker.pid):
-                worker.kill()
-                worker.wait(DEATH_PATIENCE)
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        signal_busy_worker(run, fault, signal.SIGKILL, KILL_TIMEOUT_SECONDS)
 
 
 class FaultPoints(Scenario):
@@ -57,10 +65,10 @@ class FaultPoints(Scenario):
 
     name = "fault points"
     about = "kill -9 of workers at every fault point"
-    every = 4.0
-    least = 30.0
-    at_once = 2
-    tries = 6
+    every_seconds = 4.0
+    min_seconds = 30.0
+    concurrent_kills = 2
+    max_tries = 6
     _drawn: frozenset[str] = frozenset()
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
@@ -69,130 +77,129 @@ class FaultPoints(Scenario):
         return faults
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        points = tuple(self.deal(random, list(POINTS), self.at_once))
+        points = tuple(self.draw_in_turn(random, list(POINTS), self.concurrent_kills))
         return "kill at fault point", {"points": points, "time": random.randint(1, 3)}
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
-        """Several at once, as each takes its time to start."""
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        """Several at once, since each worker takes time to start."""
         points = fault.detail["points"]
         with ThreadPoolExecutor(len(points)) as pool:
-            list(pool.map(lambda point: self._kill_at(stage, fault, point), points))
+            list(pool.map(lambda point: self._kill_at(run, fault, point), points))
 
-    def _kill_at(self, stage: Stage, fault: Fault, point: str) -> None:
-        # Beats and ticks are slow to come: the first one will do. Before its first claims it has nothing.
-        least = 1 if point in SLOW_POINTS else fault.detail["time"]
-        least += 5 if point == "before-claim" else 0
-        for count in range(least, least + self.tries):
-            victim = stage.crew.start_worker(role="victim", HOWDAH_FAULT=f"{point}:kill:{count}")
-            with stage.fault(fault.name, scope="worker", target=victim.pid, point=point):
-                self._await_death(stage, victim, point)
-            # One that died idle has shown nothing.
-            if stage.in_hand().get(victim.pid) or stage.stopping.is_set():
+    def _kill_at(self, run: RunContext, fault: Fault, point: str) -> None:
+        # Heartbeats and maintenance are rare: use the first one. Before its first claims a worker has no job in flight.
+        first = 1 if point in SLOW_POINTS else fault.detail["time"]
+        first += 5 if point == "before-claim" else 0
+        for count in range(first, first + self.max_tries):
+            victim = run.supervisor.start_worker(
+                role="victim", HOWDAH_FAULT=f"{point}:kill:{count}"
+            )
+            with run.fault(fault.name, scope="worker", target=victim.pid, point=point):
+                self._wait_for_exit(run, victim, point)
+            # A worker that was killed while idle proves nothing.
+            if run.jobs_in_flight().get(victim.pid) or run.stopping.is_set():
                 return
 
-    def _await_death(self, stage: Stage, victim: Child, point: str) -> None:
-        while victim.alive and not victim.ready and not stage.sleep(0.05):
-            pass
+    def _wait_for_exit(self, run: RunContext, victim: Child, point: str) -> None:
+        run.wait_until(lambda: victim.ready or not victim.alive, math.inf, 0.05)
         if point == "during-shutdown":
-            give_up = time.monotonic() + DEATH_PATIENCE
-            while not stage.in_hand().get(victim.pid) and time.monotonic() < give_up:
-                stage.sleep(0.02)
+            run.wait_until(lambda: run.jobs_in_flight().get(victim.pid), KILL_TIMEOUT_SECONDS)
             victim.send(signal.SIGTERM)
         if point == "after-start":
-            give_up = time.monotonic() + DEATH_PATIENCE
-            while victim.wait(0.05) is None and time.monotonic() < give_up:
-                stage.raise_suspicion()
-        if victim.wait(DEATH_PATIENCE) is None:
+            # Only a job that was recovered before is written as started before it runs.
+            deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
+            while victim.wait(0.05) is None and time.monotonic() < deadline:
+                run.mark_as_recovered()
+        if victim.wait(KILL_TIMEOUT_SECONDS) is None:
             victim.send(signal.SIGTERM)
-            victim.wait(DEATH_PATIENCE)
+            victim.wait(KILL_TIMEOUT_SECONDS)
 
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
         reached = {window.begin.get("point") for window in fault_hits.windows(history, lease)}
-        left = sorted(self._drawn - reached)
-        return [f"no worker died with a job in hand at {point}" for point in left]
+        not_reached = sorted(self._drawn - reached)
+        return [f"no worker was killed with a job in flight at {point}" for point in not_reached]
 
 
 class PauseWorkers(Scenario):
-    """SIGSTOP until the lease has run out and somebody else has the jobs."""
+    """SIGSTOP until the leases have expired and other workers have claimed the jobs."""
 
     name = "pause workers"
     about = "SIGSTOP past the lease, then SIGCONT"
     workers = 4
-    every = 1.0
-    at_once = 2
+    every_seconds = 1.0
+    concurrent_pauses = 2
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        workers = tuple(random.sample(range(100), self.at_once))
+        workers = tuple(random.sample(range(100), self.concurrent_pauses))
         return "pause worker", {"workers": workers, "leases": round(random.uniform(1.2, 1.8), 2)}
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
+    def inject(self, run: RunContext, fault: Fault) -> None:
         picked = {
             worker.pid: worker
             for number in fault.detail["workers"]
-            if (worker := stage.pick(number)) is not None
+            if (worker := run.pick_busy_worker(number)) is not None
         }
-        self._pause(stage, fault, list(picked.values()))
+        self._pause(run, fault, list(picked.values()))
 
-    def _pause(self, stage: Stage, fault: Fault, workers: list[Child]) -> None:
+    def _pause(self, run: RunContext, fault: Fault, workers: list[Child]) -> None:
         if not workers:
-            stage.sleep(fault.detail["leases"] * stage.lease)
+            run.sleep(fault.detail["leases"] * run.lease)
             return
         worker, *others = workers
-        with stage.fault(fault.name, scope="worker", target=worker.pid):
+        with run.fault(fault.name, scope="worker", target=worker.pid):
             worker.pause()
             try:
-                self._pause(stage, fault, others)
+                self._pause(run, fault, others)
             finally:
                 worker.resume()
 
 
 class RollingRestarts(Scenario):
-    """SIGTERM, one worker after the other, as a deployment does it."""
+    """SIGTERM of one worker after the other, as in a deployment."""
 
     name = "rolling restarts"
     about = "SIGTERM of one worker after another (rolling restart)"
-    every = 3.0
+    every_seconds = 3.0
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
         return "restart worker", {"worker": 0}  # the oldest
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
-        worker = stage.pick(fault.detail["worker"])
-        if worker is not None:
-            with stage.fault(fault.name, scope="worker", target=worker.pid):
-                worker.send(signal.SIGTERM)
-                worker.wait(STOP_PATIENCE)
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        signal_busy_worker(run, fault, signal.SIGTERM, STOP_TIMEOUT_SECONDS)
 
 
 class KillProducers(Scenario):
-    """kill -9 of those who enqueue."""
+    """kill -9 of producers during an enqueue."""
 
     name = "kill producers"
     about = "kill -9 of producers during an enqueue or a transaction"
-    first = 2.0
-    every = 4.0
+    first_seconds = 2.0
+    every_seconds = 4.0
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
         return "kill producer", {"producer": random.randrange(100)}
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
-        give_up = time.monotonic() + DEATH_PATIENCE
-        producers = stage.crew.producers()
-        while producers and time.monotonic() < give_up and not stage.sleep(0.001):
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        def killed() -> bool:
+            producers = run.supervisor.producers()
+            if not producers:
+                return True
             producer = producers[fault.detail["producer"] % len(producers)]
-            # It is stopped for a look: is it waiting for an answer?
+            # Paused, so that its state cannot change between the check and the kill.
             producer.pause()
-            if is_enqueueing(stage.ledger.path, producer.pid):
-                with stage.fault(fault.name, scope="producer", target=producer.pid):
-                    producer.kill()
-                    producer.wait(DEATH_PATIENCE)
-                return
-            producer.resume()
-            producers = stage.crew.producers()
+            if not is_enqueueing(run.ledger.path, producer.pid):
+                producer.resume()
+                return False
+            with run.fault(fault.name, scope="producer", target=producer.pid):
+                producer.kill()
+                producer.wait(KILL_TIMEOUT_SECONDS)
+            return True
+
+        run.wait_until(killed, KILL_TIMEOUT_SECONDS, 0.001)
 
 
 def is_enqueueing(path: str, producer: int) -> bool:
-    """Whether the last line of a producer says that it asked for something."""
+    """Whether the last ledger line of a producer is an enqueue without a reply."""
     with open(path, "rb") as file:
         file.seek(-min(os.fstat(file.fileno()).st_size, 262_144), os.SEEK_END)
         mine = [line for line in file if b'"pid":%d,' % producer in line]
@@ -213,16 +220,16 @@ class Mixed(Scenario):
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        """Each part's within the one before it."""
+        """The places of the parts, nested in order."""
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 common = stack.enter_context(part.place(common, directory))
             yield common
 
-    def findings(self, stage: Stage) -> list[str]:
-        return [finding for part in self.parts for finding in part.findings(stage)]
+    def findings(self, run: RunContext) -> list[str]:
+        return [finding for part in self.parts for finding in part.findings(run)]
 
 
-WORKERS: tuple[type[Scenario], ...] = (
+PROCESS_SCENARIOS: tuple[type[Scenario], ...] = (
     KillWorkers, FaultPoints, PauseWorkers, RollingRestarts, KillProducers,
 )  # fmt: skip

@@ -1,5 +1,4 @@
-"""One run: set up a schema, start workers and producers, let scenarios strike, wait until every job has ended,
-and check."""
+"""One run: create a schema, start workers and producers, inject faults, wait until every job has ended, and check."""
 
 from __future__ import annotations
 
@@ -16,9 +15,10 @@ from howdah.chaos import ledger as ledgers
 from howdah.chaos.checker import Checker, Finding
 from howdah.chaos.history import Database, History, Row
 from howdah.chaos.process_faults import Mixed
+from howdah.chaos.processes.environment import BARE, EFFECTS
 from howdah.chaos.processes.producer import PRIORITIES
-from howdah.chaos.processes.supervisor import BARE, EFFECTS, ChaosError, Crew
-from howdah.chaos.scenario import Fault, Scenario, Stage
+from howdah.chaos.processes.supervisor import ChaosError, Supervisor
+from howdah.chaos.scenario import Fault, RunContext, Scenario
 from howdah.database import connection
 from howdah.database.connection import Connection, DatabaseError
 from howdah.protocol.schema_name import quote_schema
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from howdah.chaos.scenario import Place
 
-SAMPLE = 0.5
+SAMPLE_SECONDS = 0.5
 CONCURRENCY = 16
-GRACE = 5.0
-OVERDUE = 5.0
-LANES = ("chaos.quick", "chaos.nap", "chaos.thread", BARE)
+GRACE_SECONDS = 5.0
+OVERDUE_SECONDS = 5.0
+ORDERED_TYPES = ("chaos.quick", "chaos.nap", "chaos.thread", BARE)
 _SAMPLES = """
     SELECT (SELECT count(*) FROM {s}.live_jobs WHERE status = 'pending'),
            (SELECT count(*) FROM {s}.live_jobs
@@ -57,29 +57,29 @@ _ROWS = """
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much, and for how long."""
+    """The load of a run: how many jobs, by which processes, for how long."""
 
     seconds: float = 20.0
     rate: float = 150.0
-    """Jobs a second, of all producers together."""
+    """Jobs per second, of all producers together."""
     producers: int = 2
     workers: int | None = None
-    """None: as many as the scenario asks for."""
+    """None: the number that the scenario sets."""
     bare: int = 1
-    """Workers with a loop of their own on a bare queue."""
+    """The number of bare queue workers."""
     lease: float = 2.0
-    misfits: bool = False
-    """With handlers that kill their worker, stall it, fork, crash and eat up memory."""
+    harmful: bool = False
+    """Include handlers that kill their worker, block it, fork, crash and use up memory."""
     processes: bool = False
-    """With tasks that run in processes."""
+    """Include tasks that run in processes."""
     backlog: int = 1000
-    patience: float = 60.0
-    """Seconds without the end of a job, after that of the load, until the rest is given up."""
+    drain_timeout: float = 60.0
+    """After the load ends: seconds without the end of any job until the run stops waiting for the rest."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What came of a run."""
+    """The result of a run."""
 
     scenario: str
     seed: int
@@ -90,23 +90,23 @@ class Verdict:
     statuses: dict[str, int]
     executions: int
     hits: dict[str, int]
-    """Faults that hit somebody with a job in hand, by name."""
+    """The number of faults that hit a job in flight, by name."""
     planned: dict[str, int]
     recoveries: dict[str, list[float]]
-    """Seconds until what was in flight was claimed again, or work resumed, by the fault's name."""
+    """Seconds until jobs in flight were claimed again, or until work resumed, by fault name."""
     notes: list[str] = field(default_factory=list)
-    """What a scenario itself found wrong."""
+    """Problems that the scenario itself found."""
     missed: list[str] = field(default_factory=list)
-    """What the run was to show and did not: faults that hit nobody with a job in hand."""
+    """What the run failed to exercise: faults that hit no job in flight."""
     excused: list[Finding] = field(default_factory=list)
-    """What the fault was bound to bring about: the loss, by id, where an asynchronous standby took over."""
+    """Findings that the fault must cause: the loss, by id, when an asynchronous standby took over."""
 
     @property
     def passed(self) -> bool:
         return not self.findings and not self.notes
 
     def broken(self) -> dict[str, int]:
-        """How many findings there are of each promise."""
+        """The number of findings per promise."""
         return {
             promise: sum(finding.promise == promise for finding in self.findings)
             for promise in sorted({finding.promise for finding in self.findings})
@@ -114,7 +114,7 @@ class Verdict:
 
 
 class Run:
-    """A scenario on a place, with a seed."""
+    """One scenario, run on one place with one seed."""
 
     def __init__(
         self,
@@ -125,20 +125,20 @@ class Run:
         load: Load,
         *,
         show: Callable[[str, dict[str, Any]], None] = lambda what, facts: None,
-        tell: Callable[[str], None] = lambda text: None,
-        sabotage: Callable[[Connection, str], None] | None = None,
-        crew: dict[str, Any] | None = None,
+        log: Callable[[str], None] = lambda text: None,
+        modify_schema: Callable[[Connection, str], None] | None = None,
+        supervisor: dict[str, Any] | None = None,
     ) -> None:
         self.scenario = scenario
         self.place = place
         self.directory = directory
         self.seed = seed
-        self.load = load = replace(load, seconds=max(load.seconds, scenario.least))
+        self.load = load = replace(load, seconds=max(load.seconds, scenario.min_seconds))
         self.ledger = ledgers.Ledger(directory / ledgers.FILE)
         self._show = show
-        self._tell = tell
-        self._sabotage = sabotage
-        self._crew = {"environment": scenario.environment, **(crew or {})}
+        self._log = log
+        self._modify_schema = modify_schema
+        self._supervisor = {"environment": scenario.environment, **(supervisor or {})}
         self._schema = quote_schema(place.schema)
         self._failure: BaseException | None = None
         self._facts: dict[str, Any] = {}
@@ -151,97 +151,101 @@ class Run:
     # ── the run ───────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> Verdict:
-        """All of it; leaves no process behind, however it ends."""
+        """Run and check. No process outlives this call, even if it raises."""
         for part, schedule in self.schedules:
-            self._tell(f"{part.name}: {'; '.join(str(fault).strip() for fault in schedule)}")
+            self._log(f"{part.name}: {'; '.join(str(fault).strip() for fault in schedule)}")
         self._prepare()
-        crew = Crew(
+        supervisor = Supervisor(
             self.place, self.directory, self.ledger, lease=self.load.lease,
-            worker_options=["--concurrency", str(CONCURRENCY), "--grace", str(GRACE)], **self._crew,
+            worker_options=["--concurrency", str(CONCURRENCY), "--grace", str(GRACE_SECONDS)],
+            **self._supervisor,
         )  # fmt: skip
-        stage = Stage(
-            self.place, self.directory, Random(self.seed), self.ledger, crew, self.load.lease  # noqa: S311
+        context = RunContext(
+            self.place, self.directory, Random(self.seed), self.ledger, supervisor,  # noqa: S311
+            self.load.lease,
         )  # fmt: skip
         try:
-            crew.man(self.load.workers or self.scenario.workers, self.load.bare)
-            self._produce(crew)
-            drained = self._strike(stage)
-            crew.dismiss("worker")
-            crew.dismiss("bare")
+            supervisor.run_workers(self.load.workers or self.scenario.workers, self.load.bare)
+            self._start_producers(supervisor)
+            drained = self._inject_faults(context)
+            supervisor.stop("worker")
+            supervisor.stop("bare")
         finally:
-            stage.stopping.set()
-            crew.close()
+            context.stopping.set()
+            supervisor.close()
             self.ledger.close()
         if self._failure is not None:
             raise self._failure
-        return self._judge(stage, drained=drained)
+        return self._verdict(context, drained=drained)
 
     def _prepare(self) -> None:
         with contextlib.closing(JobQueue(self.place.checker, schema=self.place.schema)) as queue:
-            queue.pending()  # makes the schema
+            queue.pending()  # creates the schema
         with self.place.connect() as conn:
             conn.execute(
                 f"CREATE TABLE IF NOT EXISTS {self._schema}.{EFFECTS} (job_id uuid, tag text)".encode()
             )
-            # A lane that is being made hides its first job for a moment, which is not the order meant.
+            # A lane that is being created hides its first job for a moment, which is not a violation of P7.
             conn.execute(
                 f"SELECT {self._schema}.add_lane('default', t, p) "
                 "FROM unnest(%s::text[]) AS t, unnest(%s::int[]) AS p".encode(),
-                (list(LANES), list(PRIORITIES)),
+                (list(ORDERED_TYPES), list(PRIORITIES)),
             )
-            if self._sabotage is not None:
-                self._sabotage(conn, self._schema)
+            if self._modify_schema is not None:
+                self._modify_schema(conn, self._schema)
 
-    def _produce(self, crew: Crew) -> None:
+    def _start_producers(self, supervisor: Supervisor) -> None:
         each = self.load.rate / self.load.producers
-        options = ["--misfits"] if self.load.misfits else []
+        options = ["--harmful"] if self.load.harmful else []
         options += ["--processes"] if self.load.processes else []
         options += ["--bare"] if self.load.bare else []
-        crew.produce(
+        supervisor.run_producers(
             self.load.producers, "--seed", str(self.seed), "--rate", str(each),
             "--backlog", str(self.load.backlog), *options,
         )  # fmt: skip
 
-    def _strike(self, stage: Stage) -> bool:
-        """Let the scenarios strike, then wait for every job to end; whether all did."""
+    def _inject_faults(self, context: RunContext) -> bool:
+        """Run all schedules, then wait for every job to end; returns whether all did."""
         began = time.monotonic()
         threads = [
-            threading.Thread(target=self._follow, args=(stage, part, schedule, began), daemon=True)
+            threading.Thread(
+                target=self._run_schedule, args=(context, part, schedule, began), daemon=True
+            )
             for part, schedule in self.schedules
         ]
-        looking = threading.Thread(target=self._look, args=(stage,), daemon=True)
-        for thread in (*threads, looking):
+        sampling = threading.Thread(target=self._sample_queue, args=(context,), daemon=True)
+        for thread in (*threads, sampling):
             thread.start()
         while time.monotonic() < began + self.load.seconds and self._failure is None:
             time.sleep(0.1)
-        # A fault that is under way, such as a worker that is yet to reach its fault point, needs work.
+        # A fault in progress needs load: a worker must still reach its fault point.
         for thread in threads:
             thread.join(60)
-        stage.crew.dismiss("producer")
-        drained = self._failure is None and self._drain()
-        stage.stopping.set()
-        looking.join(10)
+        context.supervisor.stop("producer")
+        drained = self._failure is None and self._wait_until_drained()
+        context.stopping.set()
+        sampling.join(10)
         return drained
 
-    def _follow(
-        self, stage: Stage, scenario: Scenario, schedule: Sequence[Fault], began: float
+    def _run_schedule(
+        self, context: RunContext, scenario: Scenario, schedule: Sequence[Fault], began: float
     ) -> None:
         try:
             for fault in schedule:
-                if stage.sleep(began + fault.at - time.monotonic()):
+                if context.sleep(began + fault.at - time.monotonic()):
                     return
-                # One that comes too late, as those before it took their time, is left out.
+                # Earlier faults may have delayed this one beyond the end of the load; then it is skipped.
                 if time.monotonic() > began + self.load.seconds:
                     return
-                stage.await_busy()
+                context.wait_for_busy_workers()
                 self._show("fault", {"fault": str(fault)})
-                scenario.strike(stage, fault)
+                scenario.inject(context, fault)
         except BaseException as error:
             self._failure = self._failure or error
 
-    def _drain(self) -> bool:
-        fewest, moved = math.inf, time.monotonic()
-        while time.monotonic() < moved + self.load.patience and self._failure is None:
+    def _wait_until_drained(self) -> bool:
+        fewest, changed_at = math.inf, time.monotonic()
+        while time.monotonic() < changed_at + self.load.drain_timeout and self._failure is None:
             with contextlib.suppress(DatabaseError), self.place.connect() as conn:
                 (left,) = conn.execute(
                     f"SELECT count(*) FROM {self._schema}.live_jobs".encode()
@@ -249,20 +253,20 @@ class Run:
                 if left == 0:
                     return True
                 if left < fewest:
-                    fewest, moved = left, time.monotonic()
+                    fewest, changed_at = left, time.monotonic()
             time.sleep(0.2)
         return False
 
-    def _look(self, stage: Stage) -> None:
-        """Sample the queue, and note leases that nobody takes back."""
+    def _sample_queue(self, context: RunContext) -> None:
+        """Record samples of the queue, and stale jobs that are not recovered."""
         conn: Connection | None = None
-        while not stage.sleep(SAMPLE):
+        while not context.sleep(SAMPLE_SECONDS):
             try:
                 if conn is None or conn.closed:
                     conn = self.place.connect()
                 row = conn.execute(_SAMPLES.format(s=self._schema, bare=BARE).encode()).fetchone()
                 for job, fence, seconds in conn.execute(
-                    _OVERDUE.format(s=self._schema).encode(), (OVERDUE,)
+                    _OVERDUE.format(s=self._schema).encode(), (OVERDUE_SECONDS,)
                 ).fetchall():
                     self.ledger.write("overdue", job=job, fence=fence, seconds=seconds)
             except DatabaseError:
@@ -273,24 +277,24 @@ class Run:
                 names = ("pending", "due", "claimed", "finished")
                 self._facts = dict(zip(names, row, strict=True))
                 self.ledger.write("sample", self._facts)
-                self._show("sample", self._facts | {"exits": dict(stage.crew.exits)})
+                self._show("sample", self._facts | {"exits": dict(context.supervisor.exits)})
         if conn is not None:
             conn.close()
 
-    # ── judging ───────────────────────────────────────────────────────────────────────────────────
+    # ── checking ──────────────────────────────────────────────────────────────────────────────────
 
-    def _judge(self, stage: Stage, *, drained: bool) -> Verdict:
+    def _verdict(self, context: RunContext, *, drained: bool) -> Verdict:
         history = History(ledgers.read(self.ledger.path))
         database = read_database(self.place)
         findings = Checker(history, database, lease=self.load.lease).check()
-        excused = set(self.scenario.excused(stage, findings))
+        excused = set(self.scenario.excused(context, findings))
         findings = [finding for finding in findings if finding not in excused]
-        notes = self.scenario.findings(stage)
+        notes = self.scenario.findings(context)
         if not drained:
-            notes.append("some jobs had not ended when the run's patience was over")
+            notes.append(f"no job ended for {self.load.drain_timeout:g} s, and some have not ended")
         acknowledged = len({job for job, _, _ in history.acknowledged()})
         if not acknowledged:
-            notes.append("no job was ever acknowledged: nothing was shown")
+            notes.append("no enqueue was acknowledged: the run proves nothing")
         statuses: dict[str, int] = {}
         for row in database.rows:
             statuses[row.status] = statuses.get(row.status, 0) + 1
@@ -318,13 +322,13 @@ class Run:
 def perform(
     scenario: Scenario, common: Place, directory: Path, seed: int, load: Load, **more: Any
 ) -> Verdict:
-    """Run a scenario where it wants to be run."""
+    """Run a scenario on the place that it sets up."""
     with scenario.place(common, directory) as place:
         return Run(scenario, place, directory, seed, load, **more).run()
 
 
 def read_database(place: Place) -> Database:
-    """What the checker needs of the database."""
+    """What the checker reads from the database."""
     schema = quote_schema(place.schema)
     with connection.connect(place.checker, timeout=10) as conn:
         rows = [Row(*row) for row in conn.execute(_ROWS.format(s=schema).encode())]

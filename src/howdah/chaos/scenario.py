@@ -1,22 +1,22 @@
-"""What a scenario is: a schedule of faults that a seed decides, and how each is made to happen.
+"""A scenario: a schedule of faults, derived from a seed, and the code that injects each fault.
 
     class KillWorkers(Scenario):
         name = "kill workers"
         about = "kill -9 of workers at random"
-        every = 2.0
+        every_seconds = 2.0
 
         def draw(self, random):
             return "kill worker", {"worker": random.randrange(100)}
 
-        def strike(self, stage, fault):
-            worker = stage.crew.pick(fault.detail["worker"])
-            with stage.fault(fault.name, scope="worker", target=worker.pid):
+        def inject(self, run, fault):
+            worker = run.pick_busy_worker(fault.detail["worker"])
+            with run.fault(fault.name, scope="worker", target=worker.pid):
                 worker.kill()
 
-The schedule is made before anything happens and printed: equal seeds give equal schedules. What really hit
-is decided later, from exit codes and the ledger, not from the schedule. A scenario that needs servers of its
-own, a proxy or a pooler sets them up in `place`. Faults of one scenario strike one after the other, in a
-thread of the scenario's own, so `strike` may wait; scenarios may run side by side."""
+The schedule is made and printed before the run: equal seeds give equal schedules. Which faults hit a job is decided
+after the run, from exit codes and the ledger. A scenario that needs its own servers, a proxy or a pooler sets them up
+in `place`. Each scenario injects its faults one after the other in its own thread, so `inject` may wait; several
+scenarios may run side by side."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from howdah.database.connection import Connection, DatabaseError
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from random import Random
 
     from howdah.chaos.checker import Finding
     from howdah.chaos.history import History
     from howdah.chaos.ledger import Ledger
-    from howdah.chaos.processes.supervisor import Child, Crew
+    from howdah.chaos.processes.supervisor import Child, Supervisor
 
-BUSY = 3
-"""Jobs in hand that make a worker worth a fault."""
-BUSY_PATIENCE = 5.0
-HEARD = 0.05
-"""Seconds after which a worker has surely heard of what it claimed."""
+BUSY_JOBS = 3
+"""A fault picks workers with at least this many jobs in flight."""
+BUSY_TIMEOUT_SECONDS = 5.0
+CLAIM_REPLY_SECONDS = 0.05
+"""A worker has received the reply to a claim after this time."""
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One planned fault: so many seconds after the scenario began, what, and its particulars."""
+    """One planned fault: seconds after the start of the scenario, a name, and details."""
 
     at: float
     name: str
@@ -65,16 +65,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a run happens."""
+    """The database and schema of a run."""
 
     database: str
-    """The URL that workers and producers use; a proxy or a pooler may stand behind it."""
+    """The URL that workers and producers use; it may lead to a proxy or a pooler."""
     checker: str
-    """A URL straight to the server, for the checker and for looking."""
+    """A URL directly to the server, for the checker and for samples."""
     schema: str = "howdah"
 
     def connect(self) -> Connection:
-        """A connection for looking, which does not wait long."""
+        """A connection for samples, with a short statement timeout."""
         return connection.connect(
             self.checker,
             options="-c statement_timeout=5s" if "options" not in self.checker else None,
@@ -82,27 +82,35 @@ class Place:
 
 
 @dataclass(slots=True)
-class Stage:
-    """What a scenario is given."""
+class RunContext:
+    """What a scenario uses to inject faults into a run."""
 
     place: Place
     directory: Path
-    """The run's own directory: the ledger and the logs are in it."""
+    """The directory of the run, with the ledger and the logs."""
     random: Random
     ledger: Ledger
-    crew: Crew
+    supervisor: Supervisor
     """The running workers and producers."""
     lease: float
-    """Seconds that the workers' leases last."""
+    """The lease of the workers, in seconds."""
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def sleep(self, seconds: float) -> bool:
-        """Wait, unless the run ends before that; whether it did."""
+        """Wait, unless the run ends first; returns whether it ended."""
         return self.stopping.wait(seconds)
 
-    def in_hand(self, since: float = 0.0) -> dict[int, int]:
-        """How many jobs each worker has had for so many seconds, by process id. Nobody knows while the
-        server is away."""
+    def wait_until(
+        self, condition: Callable[[], object], timeout: float, poll: float = 0.02
+    ) -> None:
+        """Wait until the condition is true, the timeout passes, or the run ends."""
+        deadline = time.monotonic() + timeout
+        while not condition() and time.monotonic() < deadline and not self.sleep(poll):
+            pass
+
+    def jobs_in_flight(self, for_seconds: float = 0.0) -> dict[int, int]:
+        """The number of jobs that each worker claimed at least so many seconds ago, by process id. Empty while the
+        server is unreachable."""
         query = (
             "SELECT split_part(worker_id, ':', 2)::int, count(*) "
             f"FROM {quote_schema(self.place.schema)}.live_jobs "
@@ -110,12 +118,12 @@ class Stage:
             "AND claimed_at <= clock_timestamp() - make_interval(secs => %s) GROUP BY 1"
         )
         with contextlib.suppress(DatabaseError), self.place.connect() as conn:
-            return dict(conn.execute(query.encode(), [since]).fetchall())
+            return dict(conn.execute(query.encode(), [for_seconds]).fetchall())
         return {}
 
-    def raise_suspicion(self) -> None:
-        """Have waiting jobs look as if two workers had died with them, without a trace: a worker then writes
-        down that it starts them before it does."""
+    def mark_as_recovered(self) -> None:
+        """Make pending jobs look as if two workers were killed with them before they reported a start. A worker
+        then writes to the database that it starts such a job before it does."""
         jobs = f"{quote_schema(self.place.schema)}.live_jobs"
         mark = (
             f"UPDATE {jobs} SET claims = attempts + 2 WHERE id = ANY (ARRAY (SELECT id FROM {jobs} "
@@ -124,33 +132,35 @@ class Stage:
         with contextlib.suppress(DatabaseError), self.place.connect() as conn:
             conn.execute(mark.encode())
 
-    def await_busy(self, patience: float = BUSY_PATIENCE) -> list[Child]:
-        """The workers that have jobs in hand, oldest first, as soon as there are some: a fault that finds
-        nobody in the middle shows nothing."""
-        give_up = time.monotonic() + patience
-        while True:
-            jobs = self.in_hand(HEARD)
-            there = self.crew.workers() + self.crew.children("bare")
-            busy = [worker for worker in there if jobs.get(worker.pid, 0) >= BUSY]
-            late = time.monotonic() > give_up or not self.crew.producers()
-            if busy or late or self.sleep(0.02):
-                return busy
+    def wait_for_busy_workers(self, timeout: float = BUSY_TIMEOUT_SECONDS) -> list[Child]:
+        """The workers with jobs in flight, oldest first, as soon as there are any: a fault that hits no job in
+        flight proves nothing. Returns early when the load ends."""
+        busy: list[Child] = []
 
-    def pick(self, number: int) -> Child | None:
-        """One of those, by a number that the schedule drew."""
-        busy = self.await_busy()
+        def found() -> bool:
+            jobs = self.jobs_in_flight(CLAIM_REPLY_SECONDS)
+            workers = self.supervisor.workers() + self.supervisor.children("bare")
+            busy[:] = [worker for worker in workers if jobs.get(worker.pid, 0) >= BUSY_JOBS]
+            return bool(busy) or not self.supervisor.producers()
+
+        self.wait_until(found, timeout)
+        return busy
+
+    def pick_busy_worker(self, number: int) -> Child | None:
+        """One of the busy workers, selected by a number from the schedule."""
+        busy = self.wait_for_busy_workers()
         return busy[number % len(busy)] if busy else None
 
     @contextlib.contextmanager
     def fault(self, name: str, *, scope: str, **fields: Any) -> Iterator[None]:
-        """A fault while the block lasts, in the ledger. `scope` says what it may do, and the checker
-        excuses nothing else:
+        """Record a fault in the ledger that lasts as long as the block. `scope` names its permitted consequences;
+        the checker excuses nothing else:
 
-            worker, producer   whatever befalls one process, named by `target=pid`
-            neighbour          nothing: it happens in the same database and may disturb nobody
-            delay              keep everybody waiting; no statement fails, nothing is undone
-            connection         let statements fail, of which nobody knows whether they were committed
-            server             the same, and take back what had not been flushed: it crashes
+            worker, producer   anything that happens to one process, named by `target=pid`
+            neighbour          none: it happens in the same database and must disturb no job
+            delay              every process may wait; no statement fails, nothing is undone
+            connection         statements fail, and whether they were committed is unknown
+            server             the same, and claims that were not flushed are undone: a crash
         """
         number = next(_numbers)
         self.ledger.write("fault", fields, fault=number, name=name, scope=scope, phase="begin")
@@ -161,67 +171,66 @@ class Stage:
 
 
 class Scenario:
-    """A kind of fault, or several. Subclasses say which and when."""
+    """One kind of fault, or several. Subclasses define which faults, and when."""
 
     name: str
     about: str = ""
     workers: int = 3
-    """How many workers there should be."""
-    least: float = 0.0
-    """Seconds of load below which it cannot show what it is for."""
+    """The number of workers to run."""
+    min_seconds: float = 0.0
+    """Shorter runs cannot prove what the scenario is for."""
     environment: Mapping[str, str] = {}
-    """Variables for the workers' and producers' environment."""
-    first: float = 1.0
-    """Seconds until its first fault."""
-    every: float | None = None
-    """Seconds from one fault to the next, more or less."""
-    _deck: Sequence[str] = ()
+    """Environment variables of the workers and producers."""
+    first_seconds: float = 1.0
+    """Seconds until the first fault."""
+    every_seconds: float | None = None
+    """The approximate time from one fault to the next."""
+    _remaining: Sequence[str] = ()
 
     @contextlib.contextmanager
     def place(self, common: Place, directory: Path) -> Iterator[Place]:
-        """Where it happens: on the run's common server, unless the scenario sets up another one.
-        The schema is made by the run."""
+        """Where the scenario runs: on the common server of the run, unless the scenario sets up another one. The
+        run creates the schema."""
         yield common
 
     def schedule(self, random: Random, seconds: float) -> Sequence[Fault]:
-        """What happens when. Nothing but `random` may decide it."""
-        self._deck = ()
-        if self.every is None:
+        """The planned faults. They must depend on `random` alone."""
+        self._remaining = ()
+        if self.every_seconds is None:
             return []
-        times = regularly(random, seconds, self.every, self.first)
+        times = fault_times(random, seconds, self.every_seconds, self.first_seconds)
         return [Fault(at, *self.draw(random)) for at in times]
 
     def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
-        """The name and the particulars of the next fault."""
+        """The name and the details of the next fault."""
         return self.name, {}
 
-    def deal(self, random: Random, kinds: Sequence[str], count: int = 1) -> Sequence[str]:
-        """The next of these, each of which has its turn before one has another."""
-        self._deck = self._deck or random.sample(kinds, len(kinds))
-        dealt, self._deck = self._deck[:count], self._deck[count:]
-        return dealt
+    def draw_in_turn(self, random: Random, kinds: Sequence[str], count: int = 1) -> Sequence[str]:
+        """The next of these kinds in random order; every kind is drawn once before any is drawn again."""
+        self._remaining = self._remaining or random.sample(kinds, len(kinds))
+        drawn, self._remaining = self._remaining[:count], self._remaining[count:]
+        return drawn
 
-    def strike(self, stage: Stage, fault: Fault) -> None:
-        """Make one fault happen, and end."""
-        raise NotImplementedError(f"{self.name} plans faults and does not know how to strike")
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        """Inject one fault, and end it."""
+        raise NotImplementedError(f"{self.name} schedules faults and does not implement inject()")
 
-    def findings(self, stage: Stage) -> list[str]:
-        """What is wrong that the common checker cannot know, as sentences. Called after the run."""
+    def findings(self, run: RunContext) -> list[str]:
+        """Problems that the common checker cannot detect, as sentences. Called after the run."""
         return []
 
     def missed(self, history: History, planned: Iterable[str], lease: float) -> list[str]:
-        """What the run was to show and did not, as sentences: `planned` are the names of its faults, each
-        of which must have found a job in the middle."""
+        """What the run failed to exercise, as sentences. `planned` are the names of its faults; each must have hit
+        a job in flight."""
         hit = fault_hits.count(history, lease)
         return [f'no "{name}" hit a job in the middle' for name in planned if not hit.get(name)]
 
-    def excused(self, stage: Stage, findings: Sequence[Finding]) -> Sequence[Finding]:
-        """Those of the checker's findings that the fault was bound to bring about, and proof of it is at
-        hand: where a server was lost with what only it knew."""
+    def excused(self, run: RunContext, findings: Sequence[Finding]) -> Sequence[Finding]:
+        """The findings that the fault must cause, with proof: data that existed only on a lost server."""
         return []
 
 
-def regularly(random: Random, seconds: float, every: float, first: float) -> Iterator[float]:
+def fault_times(random: Random, seconds: float, every: float, first: float) -> Iterator[float]:
     """Times for faults, about `every` seconds apart."""
     at = first
     while at < seconds:

@@ -1,1 +1,1 @@
-"""One run of a job: the handler, its lease, its reports."""
+"""One run of a job: its handler, its lease, its reports."""

@@ -1,8 +1,8 @@
-"""Fault points: named places where tests make a worker die, stall or fail. Inert in production: without
-HOWDAH_FAULT in the environment `reach` is a dictionary look-up that finds nothing.
+"""Fault points: named places where tests kill a worker, stop it, or make it fail. Inert in production: without
+HOWDAH_FAULT in the environment, `reach` is one failed dictionary lookup.
 
-HOWDAH_FAULT="after-claim:kill:3" sends SIGKILL to the process the third time it gets there; `exit`
-leaves with status 17, `stop` sends SIGSTOP, `raise` raises.
+HOWDAH_FAULT="after-claim:kill:3" sends SIGKILL to the process when it reaches that point for the third time.
+`exit` exits with status 17, `stop` sends SIGSTOP, `raise` raises `InjectedFault`.
 """
 
 from __future__ import annotations
@@ -17,50 +17,43 @@ if TYPE_CHECKING:
 POINTS = {
     "before-claim": "the fetcher is about to claim",
     "after-claim": "jobs were claimed and are not yet in the buffer",
-    "before-start": "a slot has taken a job and not yet run it",
-    "after-start": "started_at of a job claimed before was written, its handler not yet called",
-    "after-run": "a handler has returned and its outcome is not yet with the completer",
+    "before-start": "a slot has taken a job and has not yet run it",
+    "after-start": "started_at of a suspect was written, and its handler has not been called yet",
+    "after-run": "a handler has returned, and the completer does not have its outcome yet",
     "before-acknowledge": "the completer is about to send outcomes",
-    "after-acknowledge": "outcomes were committed and are not yet reported",
+    "after-acknowledge": "outcomes were committed, and the heartbeat still has the runs",
     "before-heartbeat": "leases are about to be extended",
     "after-heartbeat": "leases were extended",
     "before-maintenance": "maintenance is about to run",
-    "during-shutdown": "the worker has stopped claiming and is about to give jobs back",
+    "during-shutdown": "the worker is about to release jobs that have not started",
 }
 
-_hooks: dict[str, Callable[[], None]] = {}
+hooks: dict[str, Callable[[], None]] = {}
+"""What to call at a point. Only tests set these."""
 
 
 class InjectedFault(Exception):
-    """What the action `raise` raises."""
+    """Raised by the action `raise`."""
 
 
 def reach(point: str) -> None:
-    """Say that the process is at this point."""
-    hook = _hooks.get(point)
+    """Run the hook of this point, if a test has set one."""
+    hook = hooks.get(point)
     if hook is not None:
         hook()
 
 
-def set_fault(point: str, hook: Callable[[], None] | None) -> None:
-    """Put a hook at a point, or take it away. For tests."""
-    if point not in POINTS:
-        raise KeyError(f"there is no fault point {point!r}; there are {', '.join(POINTS)}")
-    if hook is None:
-        _hooks.pop(point, None)
-    else:
-        _hooks[point] = hook
-
-
 def _from_environment(text: str) -> None:
     point, _, rest = text.partition(":")
+    if point not in POINTS:
+        raise KeyError(f"unknown fault point {point!r}; known: {', '.join(POINTS)}")
     action, _, count = rest.partition(":")
-    left = int(count or 1)
+    remaining = int(count or 1)
 
     def hook() -> None:
-        nonlocal left
-        left -= 1
-        if left:
+        nonlocal remaining
+        remaining -= 1
+        if remaining:
             return
         match action:
             case "kill":
@@ -72,7 +65,7 @@ def _from_environment(text: str) -> None:
             case _:
                 raise InjectedFault(point)
 
-    set_fault(point, hook)
+    hooks[point] = hook
 
 
 if "HOWDAH_FAULT" in os.environ:

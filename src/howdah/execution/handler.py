@@ -1,6 +1,5 @@
-"""One run of a handler, from its data to an outcome: convert the arguments, go through the middlewares,
-call, encode the result, and turn whatever was raised into an `Outcome`. Used by every executor, by durable
-runs in the caller's process, and by the testing mode."""
+"""Runs a handler to an `Outcome`: converts the arguments, enters the middlewares, calls the handler, and encodes
+the result or the exception. Every executor uses it, and so do `task.run` and `howdah.testing`."""
 
 from __future__ import annotations
 
@@ -39,13 +38,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRACEBACK_LIMIT = 16 * 1024
+TRACEBACK_CHARACTERS = 16 * 1024
+POLICY_FAILED_RETRY_SECONDS = 10.0
 
-_NOTHING = Completed(None)
+_COMPLETED_WITHOUT_RESULT = Completed(None)
 
 
 def execute(task: Task[..., Any], context: Context) -> Outcome:
-    """Run a sync handler here."""
+    """Run a sync handler in this thread."""
     try:
         args, kwargs = task.arguments.unpack(context.given, context)
         with _entered(context), contextlib.ExitStack() as stack:
@@ -53,61 +53,61 @@ def execute(task: Task[..., Any], context: Context) -> Outcome:
                 if not inspect.isasyncgenfunction(middleware):
                     stack.enter_context(contextlib.contextmanager(middleware)(context))
             context.check()
-            value = None  # of a run whose exception a middleware keeps to itself
+            value = None  # the result if a middleware suppresses the handler's exception
             value = task.function(*args, **kwargs)
-        return _succeeded(task, context, value)
+        return _completed(task, context, value)
     except BaseException as error:
-        return judge(task, context, error)
+        return outcome_of(task, context, error)
 
 
 async def aexecute(task: Task[..., Any], context: Context) -> Outcome:
-    """Run an async handler in this event loop, within the task's time limit."""
-    # Tens of thousands of these a second: no context manager where two lines do.
-    here = _current.set(context)
+    """Run an async handler in this event loop, within the task's timeout."""
+    # Called tens of thousands of times a second: two lines are cheaper than a context manager.
+    current_context = _current.set(context)
     request = request_id.set(context.request_id)
     try:
         args, kwargs = task.arguments.unpack(context.given, context)
         if task.app.middlewares:
-            value = await _surrounded(task, context, args, kwargs)
+            value = await _call_in_middlewares(task, context, args, kwargs)
         elif task.options.timeout is None:
             value = await task.function(*args, **kwargs)
         else:
-            value = await _limited(task, context, args, kwargs)
-        return _succeeded(task, context, value)
+            value = await _call_with_timeout(task, context, args, kwargs)
+        return _completed(task, context, value)
     except asyncio.CancelledError as error:
         current = asyncio.current_task()
         if context.run.abort_reason is None and current is not None and current.cancelling():
-            raise  # not about this job: whoever runs it is being cancelled
-        return judge(task, context, error)
+            raise  # the caller's asyncio task is being cancelled, not this job
+        return outcome_of(task, context, error)
     except BaseException as error:
-        return judge(task, context, error)
+        return outcome_of(task, context, error)
     finally:
         request_id.reset(request)
-        _current.reset(here)
+        _current.reset(current_context)
 
 
-async def _surrounded(
+async def _call_in_middlewares(
     task: Task[..., Any], context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     async with contextlib.AsyncExitStack() as stack:
         for middleware in task.app.middlewares:
             if inspect.isasyncgenfunction(middleware):
-                around = contextlib.asynccontextmanager(middleware)(context)
-                await stack.enter_async_context(around)
+                entered = contextlib.asynccontextmanager(middleware)(context)
+                await stack.enter_async_context(entered)
             else:
                 stack.enter_context(contextlib.contextmanager(middleware)(context))
-        return await _limited(task, context, args, kwargs)
-    return None  # a middleware has kept the exception to itself
+        return await _call_with_timeout(task, context, args, kwargs)
+    return None  # a middleware suppressed the handler's exception
 
 
-async def _limited(
+async def _call_with_timeout(
     task: Task[..., Any], context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    limit = task.options.timeout
-    if limit is None:
+    timeout = task.options.timeout
+    if timeout is None:
         return await task.function(*args, **kwargs)
     try:
-        async with asyncio.timeout(limit) as scope:
+        async with asyncio.timeout(timeout) as scope:
             return await task.function(*args, **kwargs)
     except TimeoutError:
         if scope.expired():
@@ -117,43 +117,43 @@ async def _limited(
 
 @contextlib.contextmanager
 def _entered(context: Context) -> Iterator[None]:
-    here = _current.set(context)
+    current_context = _current.set(context)
     request = request_id.set(context.request_id)
     try:
         yield
     finally:
         request_id.reset(request)
-        _current.reset(here)
+        _current.reset(current_context)
 
 
-def _succeeded(task: Task[..., Any], context: Context, value: Any) -> Outcome:
+def _completed(task: Task[..., Any], context: Context, value: Any) -> Outcome:
     if context.run.completed_by_handler:
         return CompletedByHandler()
     if value is None:
-        return _NOTHING
+        return _COMPLETED_WITHOUT_RESULT
     try:
         return Completed(encode_result(value, task.options.result_limit))
     except InvalidJob as error:
-        # The work is done; doing it again would not make the value storable.
-        what = f"{task.name} returned what cannot be stored as its result: {error.message}"
-        return Failed(payload.clean_text(what, payload.ERROR_LIMIT), None, None, error)
+        # No retry: the work is done, and the value of a second run could not be stored either.
+        text = f"{task.name} returned a value that cannot be stored as its result: {error.message}"
+        return Failed(payload.clean_text(text, payload.ERROR_LIMIT), None, None, error)
 
 
 def aborted(context: Context, reason: AbortReason) -> Aborted:
-    """Abort a run, and give what to raise: if it was aborted before, the first reason counts."""
+    """Abort a run, and return the exception to raise. If it was aborted before, the first reason counts."""
     context.run.abort(reason)
     return Aborted(context.run.abort_reason or reason)
 
 
-def judge(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
-    """The outcome that an exception stands for. Never raises, whatever the exception does."""
+def outcome_of(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
+    """The outcome of a run that raised this exception. Never raises, even if formatting the exception does."""
     try:
-        return _judge(task, context, error)
+        return _outcome_of(task, context, error)
     except BaseException as second:
         return Failed(payload.format_error(second), _trace(error), None, error)
 
 
-def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
+def _outcome_of(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
     reason = context.run.abort_reason
     if isinstance(error, asyncio.CancelledError) and reason is not None:
         error = Aborted(reason)
@@ -161,12 +161,12 @@ def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outc
         case Aborted(why="lost"):
             return Lost()
         case Aborted(why="shutdown"):
-            return Released(0.0, "shutdown")
+            return Released()
         case Aborted(why="cancelled"):
-            return Cancelled("cancelled while it ran")
+            return Cancelled("cancelled while running")
         case Aborted(why="timeout"):
-            limit = task.options.timeout or 0
-            return _failed(task, context, TimeoutError(f"timed out after {limit:g} s"))
+            timeout = task.options.timeout or 0
+            return _failed(task, context, TimeoutError(f"timed out after {timeout:g} s"))
         case Snooze():
             return _snoozed(error)
         case Cancel():
@@ -174,36 +174,36 @@ def _judge(task: Task[..., Any], context: Context, error: BaseException) -> Outc
         case Fail() | InvalidJob():
             return Failed(payload.format_error(error), _trace(error), None, error)
         case _ if reason == "shutdown":
-            return Released(0.0, "shutdown")  # it was interrupted, whatever it made of that
+            return Released()  # the handler was interrupted and raised something else
         case _:
             return _failed(task, context, error)
 
 
 def _snoozed(error: Snooze) -> Outcome:
     try:
-        return Released(validation.to_timedelta(error.delay, "delay").total_seconds(), "snoozed")
-    except Exception as wrong:
-        return Failed(payload.format_error(wrong), _trace(error), None)
+        return Released(validation.to_timedelta(error.delay, "delay").total_seconds())
+    except Exception as invalid:
+        return Failed(payload.format_error(invalid), _trace(error), None)
 
 
 def _failed(task: Task[..., Any], context: Context, error: BaseException) -> Failed:
     try:
-        pause = task.options.retry.seconds(context.attempt, error)
-        if pause is not None:
-            pause = validation.to_timedelta(pause, "the pause").total_seconds()
+        retry_in = task.options.retry.seconds(context.attempt, error)
+        if retry_in is not None:
+            retry_in = validation.to_timedelta(retry_in, "the retry delay").total_seconds()
     except BaseException:
         logger.warning(
-            "a retry policy failed; the job is tried again in 10 s",
+            "retry policy failed; retrying the job in 10 s",
             exc_info=True,
             extra={"job_id": str(context.id), "job_type": task.name},
         )
-        pause = 10.0
-    return Failed(payload.format_error(error), _trace(error), pause, error)
+        retry_in = POLICY_FAILED_RETRY_SECONDS
+    return Failed(payload.format_error(error), _trace(error), retry_in, error)
 
 
 def _trace(error: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException as second:
-        text = f"(the traceback could not be read: {type(second).__name__})"
-    return payload.clean_text(text[-TRACEBACK_LIMIT:], TRACEBACK_LIMIT)
+        text = f"(the traceback could not be formatted: {type(second).__name__})"
+    return payload.clean_text(text[-TRACEBACK_CHARACTERS:], TRACEBACK_CHARACTERS)

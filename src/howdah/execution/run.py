@@ -1,4 +1,4 @@
-"""A claimed job in this process, and the context that its handler gets."""
+"""One run of a claimed job in this process, and the context of its handler."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Run(RunState):
     """A claimed job: prefetched, running, or waiting to be acknowledged.
 
-    `started` and `buffered` are times of `time.monotonic`. A run is `finishing` once its outcome is with
-    the completer, and `dirty` while reports of its handler have not been written."""
+    `started` and `buffered` are times of `time.monotonic`. A run is `finishing` from when the completer has
+    its outcome, and `dirty` while reports of its handler are buffered."""
 
     id: UUID
     lease_id: UUID

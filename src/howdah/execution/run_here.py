@@ -1,5 +1,5 @@
-"""`task.run`: a job that is enqueued and claimed in one statement and runs in the caller's own process. Its
-lease is kept alive by a heartbeat; if the process dies, the lease ends and a worker takes the job over."""
+"""`task.run`: enqueues and claims a job in one statement and runs it in the caller's process. A heartbeat extends
+its lease; if the process is killed, the lease expires and a worker runs the job."""
 
 from __future__ import annotations
 
@@ -35,46 +35,48 @@ if TYPE_CHECKING:
 
 
 def run(task: Task[..., Any], job: NewJob) -> Any:
-    """Run a task here and now; an `async def` in an event loop made for it."""
+    """Run a task in this thread; an `async def` in a new event loop."""
     if task.options.run_in == "async":
-        if _is_in_a_loop():
-            raise InvalidOption(f"{task.name} is an async def: in an event loop, await its arun().")
+        if _has_running_loop():
+            raise InvalidOption(
+                f"{task.name} is an async def and this thread runs an event loop; await its arun() instead."
+            )
         return asyncio.run(arun(task, job))
-    begun = _begin(task.app, job)
-    if isinstance(begun, Job):
-        return _stored(task, begun)
-    attempt = _Attempt(task, begun)
+    claimed = _enqueue_and_claim(task.app, job)
+    if isinstance(claimed, Job):
+        return _stored_result(task, claimed)
+    attempt = _Attempt(task, claimed)
     outcome = execute(task, attempt.context)
     return attempt.end(outcome)
 
 
 async def arun(task: Task[..., Any], job: NewJob) -> Any:
-    """Run a task here and now; the few statements around it go through a thread."""
+    """Run a task in this event loop; the statements before and after it run in a thread."""
     if task.options.run_in != "async":
         return await asyncio.to_thread(run, task, job)
-    begun = await asyncio.to_thread(_begin, task.app, job)
-    if isinstance(begun, Job):
-        return _stored(task, begun)
-    attempt = _Attempt(task, begun)
+    claimed = await asyncio.to_thread(_enqueue_and_claim, task.app, job)
+    if isinstance(claimed, Job):
+        return _stored_result(task, claimed)
+    attempt = _Attempt(task, claimed)
     try:
         outcome = await attempt.execute()
     except asyncio.CancelledError:
-        # The caller has lost interest, and the job goes on: a worker takes it over now, instead of when
-        # the lease has ended.
-        await asyncio.shield(asyncio.to_thread(attempt.write, Released(0.0, "cancelled")))
+        # The caller was cancelled; the job was not. Release it, so that a worker can run it before the
+        # lease expires.
+        await asyncio.shield(asyncio.to_thread(attempt.acknowledge, Released()))
         raise
     return await asyncio.to_thread(attempt.end, outcome)
 
 
-def _is_in_a_loop() -> bool:
+def _has_running_loop() -> bool:
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
         return True
     return False
 
 
-def _begin(app: App, job: NewJob) -> Claimed | Job:
-    """The new job, claimed, or the job that holds the idempotency key."""
+def _enqueue_and_claim(app: App, job: NewJob) -> Claimed | Job:
+    """The new job, claimed, or the existing job with the same idempotency key."""
     encoded = app.backend.operations.encode(job)
     statement = app.statements.enqueue_and_claim(
         msgspec.json.encode(encoded).decode(),
@@ -102,19 +104,19 @@ def _begin(app: App, job: NewJob) -> Claimed | Job:
     )
 
 
-def _stored(task: Task[..., Any], job: Job) -> Any:
+def _stored_result(task: Task[..., Any], job: Job) -> Any:
     if not job.status.is_final:
         raise TaskInFlight(job.id)
     return task.read_result(job)
 
 
 class _Attempt:
-    """The first attempt, here; its lease is kept from now on."""
+    """The first attempt of a job, in this process. A heartbeat extends its lease from now on."""
 
     def __init__(self, task: Task[..., Any], job: Claimed) -> None:
         app = task.app
         self._task = task
-        self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Outcome]] | None = None
+        self._handler: tuple[asyncio.AbstractEventLoop, asyncio.Task[Outcome]] | None = None
         self._heartbeat = Heartbeat(app.backend.store, app.statements, app.lease, self._on_abort)
         self._run = Run(job.id, job.lease_id, job, task)
         self.context = make_context(
@@ -124,22 +126,22 @@ class _Attempt:
         self._heartbeat.start()
 
     async def execute(self) -> Outcome:
-        """Run an async handler, in an asyncio task of its own that an abort can cancel."""
-        work = asyncio.create_task(aexecute(self._task, self.context))
-        self._work = (asyncio.get_running_loop(), work)
-        if self._run.abort_reason is not None:  # before there was a task to cancel
-            work.cancel()
-        return await work
+        """Run an async handler in a new asyncio task, which an abort can cancel."""
+        handler = asyncio.create_task(aexecute(self._task, self.context))
+        self._handler = (asyncio.get_running_loop(), handler)
+        if self._run.abort_reason is not None:  # aborted before there was a task to cancel
+            handler.cancel()
+        return await handler
 
     def _on_abort(self, run: Run) -> None:
-        # In the heartbeat's thread. A sync handler is told at its next call of the context.
-        if self._work is not None:
-            loop, work = self._work
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(work.cancel)
+        # Called in the heartbeat's thread. A sync handler stops at its next call of the context.
+        if self._handler is not None:
+            loop, handler = self._handler
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(handler.cancel)
 
-    def write(self, outcome: Outcome) -> bool:
-        """Write the outcome, and whether it was accepted."""
+    def acknowledge(self, outcome: Outcome) -> bool:
+        """Write the outcome; returns whether it was accepted."""
         self._run.finishing = True
         self._heartbeat.stop()
         if isinstance(outcome, Lost):
@@ -149,8 +151,8 @@ class _Attempt:
         return bool(app.backend.run(statement))
 
     def end(self, outcome: Outcome) -> Any:
-        """Write the outcome, and give the result or raise what the caller should see."""
-        accepted = self.write(outcome)
+        """Write the outcome. Return the result to the caller, or raise."""
+        accepted = self.acknowledge(outcome)
         match outcome:
             case CompletedByHandler() if accepted:
                 raise HowdahError(f"job {self._run.id}: {NOT_COMMITTED}.")

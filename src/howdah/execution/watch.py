@@ -1,7 +1,7 @@
-"""Following one job until it ends: a snapshot whenever something changed, and every event exactly once,
-however late the watcher joined. Notifications make it quick; reading again every second makes it sure.
+"""Watches a job until it ends: yields a snapshot after each change, and every event exactly once, also the events
+from before the watcher started. Notifications make it fast; polling every second covers lost notifications.
 
-Async inside; sync callers run it on a background loop of their process."""
+The code is async; sync callers run it in a background event loop, one per process."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL = 1.0
-WATCH_FOR = timedelta(minutes=1)
+POLL_SECONDS = 1.0
+CONNECT_TIMEOUT_SECONDS = 1.0
+WATCH_DURATION = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a watcher is told: the job as it is now, and the events since the last change."""
+    """One change of a watched job: the job as it is now, and the events since the last change."""
 
     job: Job
     events: tuple[Event, ...]
 
     @property
     def status(self) -> Status:
-        """What the job is doing."""
+        """The job's status."""
         return self.job.status
 
     @property
     def progress(self) -> int:
-        """Percent."""
+        """The job's progress in percent."""
         return self.job.progress
 
     @property
     def stage(self) -> str | None:
-        """What it is at."""
+        """The job's current stage."""
         return self.job.current_stage
 
 
@@ -67,72 +68,75 @@ class Watcher:
         self._store = backend_of(queue).store
         self._statements = statements
         self._name = f"{os.getpid()}:{uuid4().hex[:12]}"
-        self._awaited: dict[UUID, set[asyncio.Event]] = {}
+        self._watched: dict[UUID, set[asyncio.Event]] = {}
         self._listener: Listener | None = None
 
     async def _listen(self) -> None:
         if self._listener is None:
             self._listener = Listener(await self._store.url(), self._statements.schema)
-            self._listener.subscribe("job", self._tell)
+            self._listener.subscribe("job", self._on_notification)
             self._listener.start()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._listener.connected.wait(), 1.0)
+            await asyncio.wait_for(self._listener.connected.wait(), CONNECT_TIMEOUT_SECONDS)
 
-    def _tell(self, payload: str) -> None:
+    def _on_notification(self, payload: str) -> None:
+        """The payload is a job's id, or empty if notifications may have been lost: then every watcher reads."""
         if payload:
-            for event in self._awaited.get(UUID(payload), ()):
+            for event in self._watched.get(UUID(payload), ()):
                 event.set()
         else:
-            for events in self._awaited.values():
+            for events in self._watched.values():
                 for event in events:
                     event.set()
 
     async def changes(self, job_id: UUID) -> AsyncIterator[Change]:
-        """Every change of a job that can be told from the last, from now until it ends."""
+        """The job as it is now, then every visible change until it ends."""
         statements, store = self._statements, self._store
-        woken = asyncio.Event()
-        self._awaited.setdefault(job_id, set()).add(woken)
-        asked_until = 0.0
-        seen: Job | None = None
-        counted = last_event = 0
+        notified = asyncio.Event()
+        self._watched.setdefault(job_id, set()).add(notified)
+        renew_at = 0.0
+        last: Job | None = None
+        events_count = last_event = 0
         try:
             await self._listen()
             while True:
-                if time.monotonic() > asked_until:
-                    asked_until = time.monotonic() + WATCH_FOR.total_seconds() / 2
+                if time.monotonic() > renew_at:
+                    renew_at = time.monotonic() + WATCH_DURATION.total_seconds() / 2
                     try:
-                        await store.run(statements.watch_jobs(self._name, [job_id], WATCH_FOR))
+                        await store.run(statements.watch_jobs(self._name, [job_id], WATCH_DURATION))
                     except NotPermitted:
-                        asked_until = math.inf  # it may only look: then it looks every second
-                woken.clear()
-                job = await self._look(job_id, seen)
+                        renew_at = (
+                            math.inf
+                        )  # a role that may only read gets no notifications and polls
+                notified.clear()
+                job = await self._read(job_id, last)
                 events: tuple[Event, ...] = ()
-                if job.events_count != counted:
-                    counted = job.events_count
+                if job.events_count != events_count:
+                    events_count = job.events_count
                     events = tuple(await self._queue.events(job_id, after=last_event))
                     last_event = events[-1].event_id if events else last_event
-                if seen is None or events or _differs(seen, job):
-                    seen = job
+                if last is None or events or _differs(last, job):
+                    last = job
                     yield Change(job, events)
                 if job.status.is_final:
                     return
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), POLL)
+                    await asyncio.wait_for(notified.wait(), POLL_SECONDS)
         finally:
-            self._awaited[job_id].discard(woken)
-            if not self._awaited[job_id]:
-                del self._awaited[job_id]
-                with contextlib.suppress(HowdahError):  # it expires by itself
+            self._watched[job_id].discard(notified)
+            if not self._watched[job_id]:
+                del self._watched[job_id]
+                with contextlib.suppress(HowdahError):  # the row in `watchers` expires anyway
                     await store.run(statements.unwatch_jobs(self._name, [job_id]))
 
-    async def _look(self, job_id: UUID, seen: Job | None) -> Job:
+    async def _read(self, job_id: UUID, last: Job | None) -> Job:
         try:
             return await self._queue.get(job_id)
         except JobNotFound:
-            if seen is None or seen.keep != timedelta(0):
+            if last is None or last.keep != timedelta(0):
                 raise
-            # With keep=0 it is removed as soon as it is completed, and only then.
-            return msgspec.structs.replace(seen, status=Status.COMPLETED, progress=100)
+            # With keep=0 a job is removed when it completes, and only then.
+            return msgspec.structs.replace(last, status=Status.COMPLETED, progress=100)
 
     async def get(self, job_id: UUID) -> Job:
         """The job as it is now."""
@@ -155,24 +159,24 @@ def _differs(one: Job, other: Job) -> bool:
     )
 
 
-_left_by_parents: list[object] = []
+_loops_of_parents: list[object] = []
 
 
 class Background:
-    """An event loop in a daemon thread, one per process, for sync callers; started on first use."""
+    """An event loop in a daemon thread, one per process, for sync callers. It starts on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.loop: asyncio.AbstractEventLoop | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._forget_loop)
 
-    def _forget(self) -> None:
-        # The parent's loop is kept: its end would touch a selector and sockets that are the parent's.
-        _left_by_parents.append(self.loop)
+    def _forget_loop(self) -> None:
+        # Keep a reference: the destructor of the parent's loop would close the parent's selector and sockets.
+        _loops_of_parents.append(self.loop)
         self._lock = threading.Lock()
         self.loop = None
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self.loop is None:
                 self.loop = asyncio.new_event_loop()
@@ -182,8 +186,8 @@ class Background:
             return self.loop
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for its result."""
-        future = asyncio.run_coroutine_threadsafe(work, self._started())
+        """Run a coroutine in the loop and wait for its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self._start())
         try:
             return future.result()
         except BaseException:
@@ -191,7 +195,7 @@ class Background:
             raise
 
     def iterate(self, source: AsyncIterator[T]) -> Iterator[T]:
-        """Iterate over an async iterator there."""
+        """Iterate over an async iterator in the loop."""
         try:
             while True:
                 try:

@@ -1,4 +1,4 @@
-"""The worker: claims jobs of an app's tasks and runs them. `Worker` is all that others need."""
+"""The worker: claims the jobs of an app's tasks and runs them. Other packages use only `Worker`."""
 
 from howdah.worker.runner import Worker
 

@@ -1,8 +1,8 @@
-"""Batches outcomes into statements. Executors decide outcomes; this only writes them.
+"""Writes outcomes in batches. Executors decide outcomes; the completer only writes them.
 
-There is no timer: whatever piled up while the last statement ran goes with the next, so an idle worker
-acknowledges at once and a busy one in hundreds. A batch that the database refuses is split until the bad
-outcome stands alone, and that one is written without what was bad about it."""
+There is no timer: the outcomes that arrive while a statement runs form the next batch, so an idle worker
+acknowledges immediately and a busy worker acknowledges hundreds at a time. A batch that the database rejects is
+split until the bad outcome is alone. That job is then failed with the database's error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from howdah.database.driver_errors import is_transient
 from howdah.encoding import payload
 from howdah.errors import DatabaseUnreachable
 from howdah.execution import fault_points
-from howdah.hooks import StateChange
 from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
@@ -47,11 +46,11 @@ logger = logging.getLogger(__name__)
 Finished: TypeAlias = "tuple[Run, Outcome]"
 Written: TypeAlias = "tuple[Run, Acknowledgement]"
 
-RETRY_PAUSE = 0.5
+RETRY_SECONDS = 0.5
 
 
 class Completer:
-    """Writes outcomes, in the order in which they came."""
+    """Writes outcomes in the order in which they arrive."""
 
     def __init__(
         self,
@@ -66,33 +65,33 @@ class Completer:
         self._heartbeat = heartbeat
         self._hooks = hooks
         self._throughput = throughput
-        self._waiting: list[Finished] = []
-        self._wake = asyncio.Event()
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._outcomes: list[Finished] = []
+        self._arrived = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
         self.written = 0
 
     def put(self, run: Run, outcome: Outcome) -> None:
-        """Take an outcome to be written."""
+        """Add an outcome to the next batch."""
         run.finishing = True
-        self._waiting.append((run, outcome))
-        self._wake.set()
-        self._quiet.clear()
+        self._outcomes.append((run, outcome))
+        self._arrived.set()
+        self._drained.clear()
 
     async def drain(self) -> None:
-        """Wait until everything that was put has been written."""
-        await self._quiet.wait()
+        """Wait until every outcome has been written."""
+        await self._drained.wait()
 
     async def run(self) -> None:
-        """Write for as long as the worker lives."""
+        """Write outcomes until cancelled."""
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            batch, self._waiting = self._waiting, []
+            await self._arrived.wait()
+            self._arrived.clear()
+            batch, self._outcomes = self._outcomes, []
             if batch:
                 await self._write(batch)
-            if not self._waiting:
-                self._quiet.set()
+            if not self._outcomes:
+                self._drained.set()
 
     async def _write(self, batch: list[Finished]) -> None:
         if any(run.dirty for run, _ in batch):
@@ -101,9 +100,9 @@ class Completer:
         times: Counter[UUID] = Counter()
         for run, outcome in batch:
             if isinstance(outcome, Lost):
-                self._forget([(run, outcome)], set())
+                self._finish([(run, outcome)], set())
                 continue
-            # The answer names ids: two runs of one job, of which one is stale, go one after the other.
+            # The answer contains job ids. So two runs of one job, one of which is stale, go into two statements.
             times[run.id] += 1
             groups[kind_of(outcome), times[run.id]].append((run, outcome))
         for group in groups.values():
@@ -114,10 +113,10 @@ class Completer:
             try:
                 await asyncio.to_thread(self._heartbeat.flush)
             except DatabaseUnreachable:
-                logger.warning("the last reports of some jobs wait for the database")
+                logger.warning("database unreachable; retrying to write reports")
                 continue
             except Exception:
-                logger.warning("the last reports of some jobs could not be written", exc_info=True)
+                logger.warning("reports could not be written", exc_info=True)
             return
 
     async def _send(self, group: list[Written], *, last_try: bool = False) -> None:
@@ -127,17 +126,17 @@ class Completer:
                 accepted = set(await self._store.run(self._statement(group)))
                 break
             except Exception as error:
-                if not _may_pass(error):
+                if not _is_transient(error):
                     await self._split(group, error, last_try=last_try)
                     return
-                # The leases decide: until they end, the outcome is worth keeping.
+                # Retry until the database answers: after the lease has expired it may reject the write.
                 logger.warning(
-                    "outcomes wait for the database",
-                    extra={"waiting": len(group), "error": str(error)},
+                    "outcomes could not be written; retrying",
+                    extra={"outcomes": len(group), "error": str(error)},
                 )
-                await asyncio.sleep(RETRY_PAUSE)
+                await asyncio.sleep(RETRY_SECONDS)
         fault_points.reach("after-acknowledge")
-        self._forget(group, accepted)
+        self._finish(group, accepted)
 
     async def _split(self, group: list[Written], error: Exception, *, last_try: bool) -> None:
         if len(group) > 1:
@@ -147,12 +146,12 @@ class Completer:
             return
         run, _ = group[0]
         logger.warning(
-            "an outcome could not be written as it was",
+            "outcome rejected by the database",
             exc_info=error,
             extra={"job_id": str(run.id), "job_type": run.job.job_type},
         )
         if last_try:
-            self._forget(group, set())  # its lease will end and the job come back
+            self._finish(group, set())  # its lease will expire and the job will be recovered
         else:
             last = Failed(payload.format_error(error), None, None)
             await self._send([(run, last)], last_try=True)
@@ -167,7 +166,7 @@ class Completer:
             [None if run.started is None else now - run.started for run, _ in group],
         )
 
-    def _forget(self, group: Sequence[Finished], accepted: set[UUID]) -> None:
+    def _finish(self, group: Sequence[Finished], accepted: set[UUID]) -> None:
         now = time.monotonic()
         self._heartbeat.remove(run for run, _ in group)
         self.written += len(accepted)
@@ -175,13 +174,13 @@ class Completer:
         for run, outcome in group:
             if run.on_acknowledged is not None:
                 run.on_acknowledged()
-            state, error = _describe(run, outcome, run.id in accepted)
+            state, error = _state_after(run, outcome, run.id in accepted)
             if run.started is not None:
                 ended.append((run.job, state, now - run.started))
             if state != "completed" or logger.isEnabledFor(logging.DEBUG):
                 _log(run, state, error)
             if self._hooks.active:
-                self._hooks.tell(_change(run, state, error))
+                self._hooks.notify(run.job, state, error)
         self._throughput.add(ended)
 
 
@@ -193,31 +192,20 @@ def _log(run: Run, state: str, error: str | None) -> None:
         "attempt": run.job.attempts,
     }
     if state == "lost":
-        logger.warning("a late acknowledgement was refused: the lease was lost", extra=fields)
+        logger.warning("acknowledgement rejected: lease lost", extra=fields)
     elif state in ("failed", "retrying"):
-        logger.info("a job failed", extra={**fields, "state": state, "error": error})
+        logger.info("job failed", extra={**fields, "state": state, "error": error})
     else:
-        logger.debug("a job ended", extra={**fields, "state": state})
+        logger.debug("job ended", extra={**fields, "state": state})
 
 
-def _change(run: Run, state: str, error: str | None) -> StateChange:
-    return StateChange(
-        id=run.id,
-        job_type=run.job.job_type,
-        queue=run.job.queue,
-        state=state,
-        attempt=run.job.attempts,
-        error=error,
-        request_id=run.job.request_id,
-    )
-
-
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     return isinstance(error, DatabaseUnreachable) or is_transient(error)
 
 
-def _describe(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | None]:
-    if accepted and isinstance(outcome, Completed):
+def _state_after(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | None]:
+    """The `StateChange.state` of a job after its acknowledgement, and its error."""
+    if accepted and isinstance(outcome, Completed):  # first: nearly all are
         return "completed", None
     match outcome:
         case CompletedByHandler():
@@ -225,8 +213,8 @@ def _describe(run: Run, outcome: Outcome, accepted: bool) -> tuple[str, str | No
         case _ if not accepted:
             return "lost", None
         case Failed(error, _, retry_in):
-            again = retry_in is not None and run.job.attempts < run.job.max_attempts
-            return ("retrying" if again else "failed"), error
+            retries = retry_in is not None and run.job.attempts < run.job.max_attempts
+            return ("retrying" if retries else "failed"), error
         case Released():
             return "released", None
         case Cancelled(reason):

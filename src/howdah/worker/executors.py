@@ -1,5 +1,5 @@
-"""The three ways to run a handler: in the event loop, in a thread, in a process that can be killed. Each
-takes a run to an `Outcome`; slots decide when, and the completer writes what came of it."""
+"""Runs handlers in threads. The other executors are `execution.handler.aexecute`, in the event loop, and
+`processes.ProcessExecutor`. Slots call executors; the completer writes their outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from howdah.execution.handler import aborted, execute, judge
+from howdah.execution.handler import aborted, execute, outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 
 
 Executor: TypeAlias = "Callable[[Task[..., Any], Context], Awaitable[Outcome]]"
-"""Runs a handler and says how it ended. Never raises but for the worker's own cancellation. That of `async
-def` is `aexecute`: in the slot's own asyncio task, so that cancelling the slot cancels the handler."""
+"""Runs a handler to an outcome. Raises only if the worker itself is cancelled. The executor of `async def` is
+`aexecute`: it runs in the slot's asyncio task, so cancelling the slot cancels the handler."""
 
 
 class ThreadExecutor:
-    """`def`: in daemon threads, as many as there are runs at once. A thread cannot be stopped from outside:
-    its handler is told at its next call of the context. One that stays past its time limit for another
-    `patience` seconds is given up; its job fails, and its late reports are refused."""
+    """Runs `def` handlers in daemon threads, one for each concurrent run.
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    A thread cannot be stopped from outside: its handler stops at its next call of the context. If a handler
+    is still running `abandon_seconds` after its timeout, its thread is abandoned: the job fails, and late
+    reports are rejected."""
+
+    def __init__(self, abandon_seconds: float) -> None:
+        self._abandon_seconds = abandon_seconds
         self.busy = 0
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
         self._ended: deque[Callable[[], None]] = deque()
-        self._called = False
+        self._delivery_scheduled = False
 
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -53,40 +55,41 @@ class ThreadExecutor:
         def work() -> None:
             outcome = execute(task, context)
             self._ended.append(partial(deliver, outcome))
-            if not self._called:
-                self._called = True
-                # An error says that the loop was closed: nobody waits any more.
-                with contextlib.suppress(RuntimeError):
+            if not self._delivery_scheduled:
+                self._delivery_scheduled = True
+                with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(self._deliver)
 
         self.busy += 1
         inbox.put(work)
-        limit = task.options.timeout
+        timeout = task.options.timeout
         try:
-            if limit is None:
+            if timeout is None:
                 return await future
-            async with asyncio.timeout(limit + self._patience):
+            async with asyncio.timeout(timeout + self._abandon_seconds):
                 return await future
         except TimeoutError:
-            return judge(task, context, aborted(context, "timeout"))
+            return outcome_of(task, context, aborted(context, "timeout"))
         except asyncio.CancelledError as error:
             if context.run.abort_reason is None:
                 raise
-            return judge(task, context, error)
+            return outcome_of(task, context, error)
 
     def _deliver(self) -> None:
-        """All that has ended: threads that end at the same time wake the loop once."""
-        self._called = False  # first: what ends from here on calls again
+        """Deliver the outcomes of all runs that have ended: threads that end together wake the loop once."""
+        self._delivery_scheduled = (
+            False  # first: a run that ends from here on schedules a new delivery
+        )
         while self._ended:
             self._ended.popleft()()
 
     def _spawn(self) -> queue.SimpleQueue[Callable[[], None]]:
         inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(inbox,), name="howdah-task", daemon=True).start()
+        threading.Thread(target=_work, args=(inbox,), name="howdah-task", daemon=True).start()
         return inbox
 
 
-def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+def _work(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
     while True:
-        # What one handler puts into context variables is not for the next to find.
+        # The next handler must not see the context variables that this one has set.
         contextvars.Context().run(inbox.get())

@@ -1,7 +1,7 @@
-"""Claims jobs ahead of need, and sleeps well: until a notification, the next due time, a free slot, or the
-poll behind them all.
+"""Claims jobs for the slots. While there is nothing to claim, it waits for a notification, the next due time, a free
+slot, or the next poll.
 
-How many to claim, and of which types, is for the slots to say; this sees to it that they are had."""
+The slots decide how many jobs to claim, and of which types."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HYSTERESIS = 1.0
-POLL = 1.0
-POLL_WHEN_LISTENING = 5.0
-HEAD_MARGIN = 1.0
-RETRY_PAUSE = 0.5
+IDLE_HYSTERESIS_SECONDS = 1.0
+IDLE_RETRY_SECONDS = 0.01
+POLL_SECONDS = 1.0
+POLL_SECONDS_LISTENING = 5.0
+HEAD_MARGIN_SECONDS = 1.0
+CLAIM_RETRY_SECONDS = 0.5
 
 
 class Fetcher:
-    """Keeps the slots supplied."""
+    """Keeps the buffer of the slots filled."""
 
     def __init__(
         self,
@@ -58,18 +59,18 @@ class Fetcher:
         self._job_types = list(job_types)
         self._queues = list(queues)
         self._lease = lease
-        self._woken = asyncio.Event()
+        self._notified = asyncio.Event()
         self._ignore_heads = False
-        self._idle = True  # as the worker was registered
-        self._since = time.monotonic()  # of the present stretch of work, or of none
-        self._working = False
-        self._flagged = time.monotonic()
-        self._clock = 0.0  # what the database's clock is ahead of ours
-        listener.subscribe("wake", self._hear)
+        self._flagged_idle = True  # as the worker was registered
+        self._flagged_at = time.monotonic()
+        self._has_work = False
+        self._has_work_since = time.monotonic()  # or has had none since
+        self._clock_offset = 0.0  # seconds that the database's clock is ahead of ours
+        listener.subscribe("wake", self._on_notification)
 
-    def _hear(self, text: str) -> None:
-        """A NOTIFY: [[queue, job type, least due time], …], or [] for more than would fit."""
-        oldest = now = time.time() + self._clock
+    def _on_notification(self, text: str) -> None:
+        """The payload is [[queue, job type, least due time], …], or [] if the list would not fit."""
+        oldest = now = time.time() + self._clock_offset
         if text:
             lanes = msgspec.json.decode(text)
             if lanes and not any(
@@ -77,50 +78,47 @@ class Fetcher:
             ):
                 return
             oldest = min((float(lane[2]) for lane in lanes), default=0.0)
-        # An enqueue that took long to commit may lie below its lane's head.
-        if oldest < now - HEAD_MARGIN:
+        # The lane's head may have passed a job whose enqueue took long to commit.
+        if oldest < now - HEAD_MARGIN_SECONDS:
             self._ignore_heads = True
-        self._woken.set()
+        self._notified.set()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Claim until the worker stops."""
         while not stopping.is_set():
-            self._slots.give_back_hoarded()
-            self._woken.clear()
+            self._slots.release_overdue()
+            self._notified.clear()
             try:
-                await self._supply()
+                await self._claim_or_wait()
             except DATABASE_ERRORS as error:
-                logger.warning(
-                    "claiming failed and will be tried again", extra={"error": str(error)}
-                )
-                await self._sleep(RETRY_PAUSE)
+                logger.warning("claim failed; retrying", extra={"error": str(error)})
+                await self._wait(CLAIM_RETRY_SECONDS)
 
-    async def _supply(self) -> None:
-        """Claim what the slots want, or wait."""
-        wanted = self._slots.wanted()
-        if not wanted.any_type and not wanted.short:
-            await self._slots.wait_for_room()
+    async def _claim_or_wait(self) -> None:
+        demand = self._slots.demand()
+        if not demand.any_type and not demand.short:
+            await self._slots.wait_for_demand()
             return
         found = 0
-        if wanted.any_type:
-            found = await self._claim(wanted.any_type, self._job_types)
-        if wanted.short and found == wanted.any_type:
-            found += await self._claim(wanted.short, wanted.short_types)
+        if demand.any_type:
+            found = await self._claim(demand.any_type, self._job_types)
+        if demand.short and found == demand.any_type:
+            found += await self._claim(demand.short, demand.short_types)
         if found:
-            await asyncio.sleep(0)  # the slots first: no job waits for the next claim to be sent
+            await asyncio.sleep(0)  # let the slots start these jobs before the next claim is sent
             await self._note_work()
-        elif wanted.any_type:
-            await self._rest()
+        elif demand.any_type:
+            await self._wait_for_work()
         else:
-            await self._slots.wait_for_room()  # every slot has a long job
+            await self._slots.wait_for_demand()  # every slot has a long job
 
-    async def _claim(self, want: int, job_types: list[str]) -> int:
+    async def _claim(self, batch_size: int, job_types: list[str]) -> int:
         ignore_heads, self._ignore_heads = self._ignore_heads, False
         fault_points.reach("before-claim")
         try:
             jobs: list[Claimed] = await self._store.run(
                 self._statements.claim(
-                    self._worker_id, job_types, want, self._lease, self._queues, ignore_heads
+                    self._worker_id, job_types, batch_size, self._lease, self._queues, ignore_heads
                 )
             )
         except BaseException:
@@ -128,51 +126,56 @@ class Fetcher:
             raise
         if jobs:
             fault_points.reach("after-claim")
-            self._slots.take(jobs)
+            self._slots.put(jobs)
         return len(jobs)
 
     async def _note_work(self) -> None:
         now = time.monotonic()
-        if not self._working:
-            self._working, self._since = True, now
-        elif self._idle and now - self._since > HYSTERESIS:
+        if not self._has_work:
+            self._has_work, self._has_work_since = True, now
+        elif self._flagged_idle and now - self._has_work_since > IDLE_HYSTERESIS_SECONDS:
             await self._flag(idle=False)
 
-    async def _rest(self) -> None:
+    async def _wait_for_work(self) -> None:
         now = time.monotonic()
-        if self._working:
-            self._working, self._since = False, now
-        if not self._idle:
-            if now - self._since < HYSTERESIS:
-                await self._sleep(0.01)
+        if self._has_work:
+            self._has_work, self._has_work_since = False, now
+        if not self._flagged_idle:
+            if now - self._has_work_since < IDLE_HYSTERESIS_SECONDS:
+                await self._wait(IDLE_RETRY_SECONDS)
             else:
-                await self._flag(idle=True)  # and claim once more before sleeping
+                # Enqueues notify from now on. The caller claims again before it waits, to find the jobs
+                # that were enqueued before.
+                await self._flag(idle=True)
             return
-        due, there = await self._store.run(
+        due, database_now = await self._store.run(
             self._statements.next_due_at(self._job_types, self._queues)
         )
-        self._clock = there.timestamp() - time.time()
-        await self._sleep(self._nap(None if due is None else (due - there).total_seconds()))
+        self._clock_offset = database_now.timestamp() - time.time()
+        until_due = None if due is None else (due - database_now).total_seconds()
+        await self._wait(self._poll_seconds(until_due))
 
-    def _nap(self, until_due: float | None) -> float:
-        """How long to sleep unless woken."""
-        # An enqueue that looked before we were idle, and committed after our last claim, wakes nobody.
-        settled = time.monotonic() - self._flagged > POLL_WHEN_LISTENING
-        seconds = POLL_WHEN_LISTENING if self._listener.healthy and settled else POLL
+    def _poll_seconds(self, until_due: float | None) -> float:
+        """How long to wait for a notification before the next poll."""
+        # An enqueue that checked for idle workers before this one was flagged, and committed after its last
+        # claim, sends no notification. So the first polls after the flag are quick.
+        is_flag_old = time.monotonic() - self._flagged_at > POLL_SECONDS_LISTENING
+        is_listening = self._listener.healthy and is_flag_old
+        seconds = POLL_SECONDS_LISTENING if is_listening else POLL_SECONDS
         seconds *= 0.8 + 0.4 * random.random()  # noqa: S311 - spreads the polls of many workers
         if until_due is not None:
             seconds = min(seconds, max(0.0, until_due))
-        return min(seconds, POLL) if self._slots.waiting else seconds
+        return min(seconds, POLL_SECONDS) if self._slots.prefetched else seconds
 
-    async def _sleep(self, seconds: float) -> None:
+    async def _wait(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._woken.wait()
+                await self._notified.wait()
 
     async def _flag(self, *, idle: bool) -> None:
         await self._store.run(self._statements.touch_worker(self._worker_id, idle, None))
-        self._idle, self._flagged = idle, time.monotonic()
+        self._flagged_idle, self._flagged_at = idle, time.monotonic()
 
     def wake(self) -> None:
-        """Look again now."""
-        self._woken.set()
+        """End the current wait."""
+        self._notified.set()

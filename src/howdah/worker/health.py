@@ -1,5 +1,5 @@
-"""A health endpoint: `/live` says that the event loop turns and the heartbeat's thread runs, `/ready` that
-the worker has started, has reached the database lately, and is not about to stop."""
+"""A health endpoint. `/live` answers 200 while the event loop and the heartbeat's thread run, `/ready` while the
+worker has started, has had a recent heartbeat, and is not stopping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def serve_health(worker: Worker, host: str, port: int) -> AsyncIterator[int]:
-    """Serve until left; gives the port, which may have been asked for as 0."""
+    """Serve inside the block; yields the port, which is chosen by the system if `port` is 0."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
@@ -26,7 +26,7 @@ async def serve_health(worker: Worker, host: str, port: int) -> AsyncIterator[in
                 request = (await reader.readline()).decode("latin-1").split(" ")
                 while (await reader.readline()).strip():
                     pass
-                status, body = _judge(worker, request[1] if len(request) > 1 else "")
+                status, body = _response(worker, request[1] if len(request) > 1 else "")
                 text = json.dumps(body) + "\n"
                 writer.write(
                     f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
@@ -45,7 +45,7 @@ async def serve_health(worker: Worker, host: str, port: int) -> AsyncIterator[in
         yield server.sockets[0].getsockname()[1]
 
 
-def _judge(worker: Worker, path: str) -> tuple[str, dict[str, object]]:
+def _response(worker: Worker, path: str) -> tuple[str, dict[str, object]]:
     state = worker.health()
     match path.partition("?")[0]:
         case "/live":
@@ -53,4 +53,4 @@ def _judge(worker: Worker, path: str) -> tuple[str, dict[str, object]]:
         case "/ready" | "/":
             return ("200 OK" if state["ready"] else "503 Service Unavailable"), state
         case _:
-            return "404 Not Found", {"error": "there are /live and /ready"}
+            return "404 Not Found", {"error": "unknown path; try /live or /ready"}

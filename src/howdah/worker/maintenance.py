@@ -1,4 +1,4 @@
-"""Runs the maintenance duties that are due. Every worker tries; the worker that moves a duty's due time forward
+"""Runs the maintenance duties that are due. There is no leader: the worker that moves a duty's due time forward
 runs it."""
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
-RUNS_LIMIT = 4  # unanswered runs of maintenance at a time
-ANSWER_SECONDS = 2.0
+PENDING_LIMIT = 4  # statements without an answer
+ANSWER_TIMEOUT_SECONDS = 2.0
 
 
 async def maintain(store: AsyncStore, statements: WorkerStatements) -> None:
-    """Run what is due, about every second, for as long as the worker lives.
+    """Run the duties that are due, every second or two, until cancelled.
 
-    Duties may take long, and a dead connection looks just like that. So a run without an answer does not
-    delay the next one; where the first is still at work, the next finds nothing due."""
-    running: list[asyncio.Task[None]] = []
+    A duty may take long, and a dead connection looks the same. So a statement without an answer does not delay
+    the next one; while the first still runs its duties, the next finds none due."""
+    pending: list[asyncio.Task[None]] = []
     try:
         while True:
-            await asyncio.sleep(TICK_SECONDS * random.uniform(0.75, 2))  # noqa: S311 - spreads workers
+            await asyncio.sleep(TICK_SECONDS * random.uniform(0.75, 2))  # noqa: S311 - workers take turns
             fault_points.reach("before-maintenance")
-            if len(running) == RUNS_LIMIT:
-                running[0].cancel()  # so many cannot all be at work
-            running.append(asyncio.create_task(_run_due(store, statements)))
-            await asyncio.wait(running, timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            running = [run for run in running if not run.done()]
+            if len(pending) == PENDING_LIMIT:
+                pending[0].cancel()  # so many cannot all be running duties
+            pending.append(asyncio.create_task(_run_due(store, statements)))
+            await asyncio.wait(
+                pending, timeout=ANSWER_TIMEOUT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            pending = [task for task in pending if not task.done()]
     finally:
-        for run in running:
-            run.cancel()
+        for task in pending:
+            task.cancel()
 
 
 async def _run_due(store: AsyncStore, statements: WorkerStatements) -> None:

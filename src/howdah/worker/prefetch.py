@@ -1,5 +1,5 @@
-"""Decides how many jobs a worker claims ahead, and of which types: by how fast its jobs end and by how long each
-type takes. The fetcher claims them; the slots run them."""
+"""Decides how many jobs a worker claims, and of which types, from the rate at which its jobs end and the duration
+of each type. The fetcher claims them; the slots run them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
     from howdah.execution.run import Run
 
-AHEAD = 0.2  # seconds of work to have at hand
-PREFETCH_LIMIT = 8000  # of jobs; more only make claims long
+PREFETCH_SECONDS = 0.2  # of work in the buffer; a type whose runs take longer is long
+PREFETCH_JOBS = 8000  # more only make claims slow
 SMOOTHING = 0.1
 
 
-class Wanted(NamedTuple):
-    """What to claim: so many jobs of any type, and then so many more of types known to be short."""
+class Demand(NamedTuple):
+    """What to claim: jobs of any type, and then additional jobs of the types known to be short."""
 
     any_type: int
     short: int
     short_types: list[str]
+
+
+NO_DEMAND = Demand(0, 0, [])
 
 
 class Prefetch:
@@ -33,52 +36,52 @@ class Prefetch:
         self._slots = slots
         self._job_types = job_types
         self._seconds: dict[str, float] = {}  # smoothed duration of each type
-        self._rate = 0.0  # smoothed, of jobs that end in a second
-        self._looked = time.monotonic()
+        self._rate = 0.0  # smoothed, jobs that end per second
+        self._measured_at = time.monotonic()
         self.ended = 0
         """Runs that ended since the rate was last measured."""
 
     def measure(self, job_type: str, seconds: float) -> None:
-        """Note how long a run took."""
+        """Record how long a run took."""
         known = self._seconds.get(job_type)
         self._seconds[job_type] = (
             seconds if known is None else known + SMOOTHING * (seconds - known)
         )
 
-    def wanted(self, buffer: Collection[Run], running: Collection[Run]) -> Wanted:
-        """How many more jobs to claim; none while more than half of what should be at hand is.
+    def demand(self, buffer: Collection[Run], running: Collection[Run]) -> Demand:
+        """How many more jobs to claim: none while the buffer is more than half full.
 
-        Long jobs, and those of types that were never measured, are had only for slots that no such job
-        has: one that waits for another could run in another worker meanwhile."""
-        ahead = self._ahead()
-        missing = self._slots + ahead - len(buffer) - len(running)
-        if missing <= 0 or (ahead and len(buffer) > ahead // 2):
-            return Wanted(0, 0, [])
+        Jobs of long types, and of types never measured, are claimed only for slots without such a job:
+        another worker could run them meanwhile."""
+        target = self._buffer_target()
+        missing = self._slots + target - len(buffer) - len(running)
+        if missing <= 0 or (target and len(buffer) > target // 2):
+            return NO_DEMAND
         short_types = [name for name in self._job_types if self._is_short(name)]
         if len(short_types) == len(self._job_types):
-            return Wanted(missing, 0, [])
+            return Demand(missing, 0, [])
         any_type = max(0, min(missing, self._slots - self._count_long(buffer, running)))
-        return Wanted(any_type, missing - any_type if short_types else 0, short_types)
+        return Demand(any_type, missing - any_type if short_types else 0, short_types)
 
-    def _ahead(self) -> int:
-        """How many jobs end in the time to claim ahead for, as things go now. By the rate, not by the
-        duration: slots that are busy for long take part in it by ending nothing."""
+    def _buffer_target(self) -> int:
+        """How many jobs end in `PREFETCH_SECONDS` at the current rate. The rate is measured, not derived from
+        durations: slots that are busy with long jobs lower it."""
         now = time.monotonic()
-        passed = now - self._looked
-        if passed > AHEAD / 20:
-            seen = self.ended / passed
-            self._rate += (1 - math.exp(-passed / AHEAD)) * (seen - self._rate)
-            # At once, what the slots could keep up even if every job were of the slowest type.
+        passed = now - self._measured_at
+        if passed > PREFETCH_SECONDS / 20:
+            current = self.ended / passed
+            self._rate += (1 - math.exp(-passed / PREFETCH_SECONDS)) * (current - self._rate)
+            # Rise without smoothing to what the slots can sustain even if every job is of the slowest type.
             slowest = max(self._seconds.values(), default=math.inf)
-            self._rate = max(self._rate, min(seen, self._slots / max(slowest, 1e-6)))
-            self._looked, self.ended = now, 0
-        return min(PREFETCH_LIMIT, int(self._rate * AHEAD))
+            self._rate = max(self._rate, min(current, self._slots / max(slowest, 1e-6)))
+            self._measured_at, self.ended = now, 0
+        return min(PREFETCH_JOBS, int(self._rate * PREFETCH_SECONDS))
 
     def _is_short(self, job_type: str) -> bool:
-        return self._seconds.get(job_type, math.inf) < AHEAD
+        return self._seconds.get(job_type, math.inf) < PREFETCH_SECONDS
 
     def _count_long(self, buffer: Collection[Run], running: Collection[Run]) -> int:
-        late = time.monotonic() - AHEAD
+        late = time.monotonic() - PREFETCH_SECONDS
         return sum(
             not self._is_short(run.job.job_type) or (run.started is not None and run.started < late)
             for run in itertools.chain(running, buffer)

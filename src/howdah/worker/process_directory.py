@@ -1,5 +1,5 @@
-"""The directory in which a worker meets the processes of its handlers. Who starts a new one removes what
-workers have left that were killed."""
+"""The directory that a worker shares with its task processes. A worker that makes a new one removes the directories
+of workers that were killed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ PREFIX = "howdah-worker-"
 
 
 def make_directory() -> tuple[Path, socket.socket]:
-    """A directory of our own, and the socket `reports` in it."""
-    _sweep()
+    """A new directory, and the bound socket `reports` in it."""
+    _remove_stale()
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listening.bind(str(directory / "reports"))
     return directory, listening
 
 
-def _sweep() -> None:
-    # Nobody listens to the socket of a process that is gone, whatever has its number now.
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+def _remove_stale() -> None:
+    # The socket of a killed process refuses connections. Its pid proves nothing: it may be in use again.
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with (
             contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe,
         ):
             try:
-                caller.connect(str(left / "reports"))
+                probe.connect(str(directory / "reports"))
             except ConnectionRefusedError:
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""`run_in="process"`: handlers in processes of a pebble pool. At its time limit, and when its job is cancelled
-or lost, a handler is terminated: `Aborted` is raised wherever it is, and a moment later, if it is still
-there, its process is killed. One that crashes fails its own job and nobody else's.
+"""`run_in="process"`: runs handlers in the processes of a pebble pool. A handler is terminated at its timeout, and
+when its job is cancelled or its lease is lost: SIGTERM raises `Aborted` in the handler, and if the handler is still
+running 0.8 s later, its process is killed. A process that crashes fails its own job and no other.
 
-A child sends progress and events to its worker as datagrams: they need no lock, which a killed process
-could leave locked, and each arrives whole or not at all."""
+A child sends progress and events to its worker as datagrams. They need no lock, which a killed process could leave
+locked, and each arrives whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import msgspec
 
 from howdah.context import RunState
 from howdah.errors import InvalidOption
-from howdah.execution.handler import aborted, execute, judge
+from howdah.execution.handler import aborted, execute, outcome_of
 from howdah.execution.run import Run, make_context
 from howdah.outcome import Failed, Released
 from howdah.protocol.worker_statements import Claimed
@@ -46,25 +46,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEGIN_PATIENCE = 30.0  # for a process to take up a job while one is free
-CLEANING_UP = 0.8  # seconds a handler has from SIGTERM to SIGKILL
-MESSAGE_LIMIT = 200_000
-WATCH = 0.5
+BEGIN_TIMEOUT_SECONDS = 30.0  # for a process to begin a job while one is free
+TERMINATE_SECONDS = 0.8  # from SIGTERM to SIGKILL
+POOL_RETRY_SECONDS = 1.0
+POOL_STOP_TIMEOUT_SECONDS = 5
+MESSAGE_BYTES = 200_000
+CHECK_SECONDS = 0.5
 
 
 class ProcessDied(Exception):
-    """A task's process ended without an answer: a crash, the kernel's memory killer, or `os._exit`."""
+    """A task process ended before its handler did: a crash, the kernel's out-of-memory killer, or `os._exit`."""
 
 
 class _Begun(NamedTuple):
-    """A job that a process has taken up."""
+    """The process that has begun a job, and when it did."""
 
     pid: int
     at: float
 
 
 class ProcessExecutor:
-    """The pool, and the socket on which its children report."""
+    """The pool of task processes, and the socket that receives their reports."""
 
     def __init__(self, size: int, sink: Sink) -> None:
         self._size = size
@@ -78,7 +80,7 @@ class ProcessExecutor:
     def _start(self) -> pebble.ProcessPool:
         import pebble
 
-        # By then they had their chance: see `_terminate`. What is left to the pool is SIGKILL.
+        # `_terminate` has sent SIGTERM before; the pool's own SIGTERM is followed by SIGKILL without a delay.
         pebble.CONSTS.term_timeout = 0.05
         self._directory, self._socket = make_directory()
         self._socket.setblocking(False)
@@ -93,7 +95,7 @@ class ProcessExecutor:
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._socket is not None:
-                kind, job_id, one, two = msgspec.msgpack.decode(self._socket.recv(MESSAGE_LIMIT))
+                kind, job_id, one, two = msgspec.msgpack.decode(self._socket.recv(MESSAGE_BYTES))
                 match kind:
                     case "progress":
                         self._sink.progress(UUID(bytes=job_id), one, two)
@@ -107,11 +109,11 @@ class ProcessExecutor:
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
         """Run a handler in a process of the pool."""
         run = context.run
-        assert isinstance(run, Run)  # noqa: S101 - as the slots made it
+        assert isinstance(run, Run)  # noqa: S101 - the slots make it
         self._runs[run.id] = run
         try:
             outcome = await self._execute(task, context, run)
-            self._receive()  # reports that were sent before the answer come before it
+            self._receive()  # the reports that the child sent before its outcome
             return outcome
         finally:
             if self._runs.get(run.id) is run:
@@ -122,106 +124,105 @@ class ProcessExecutor:
         import pebble
 
         try:
-            return await self._answer(self._schedule(run), task, context)
+            return await self._wait(self._schedule(run), task, context)
         except TimeoutError:
-            return judge(task, context, aborted(context, "timeout"))
+            return outcome_of(task, context, aborted(context, "timeout"))
         except asyncio.CancelledError as error:
             if run.abort_reason is None:
                 raise
-            return judge(task, context, error)
+            return outcome_of(task, context, error)
         except pebble.ProcessExpired as error:
-            return judge(task, context, ProcessDied(_describe_death(error.exitcode)))
+            return outcome_of(task, context, ProcessDied(_format_exit(error.exitcode)))
         except BrokenProcessPool:
-            # Not this job's doing: it had not begun.
-            return Released(1.0, "the process pool broke")
+            return Released(POOL_RETRY_SECONDS)  # the job had not begun
         except Exception as error:
-            return judge(task, context, error)
+            return outcome_of(task, context, error)
 
     def _schedule(self, run: Run) -> Future[Outcome]:
         task = run.task
         work = (locate(task), task.name, plain_values(run.job))
-        limit = task.options.timeout
-        last = None if limit is None else limit + CLEANING_UP
+        timeout = task.options.timeout
+        kill_after = None if timeout is None else timeout + TERMINATE_SECONDS
         if self._pool is None:
             self._pool = self._start()
         try:
-            return self._pool.schedule(_run_child, args=work, timeout=last)
+            return self._pool.schedule(_run_child, args=work, timeout=kill_after)
         except RuntimeError:
-            # A child that died while it was idle breaks a pool for good.
-            self._replace()
-            return self._pool.schedule(_run_child, args=work, timeout=last)
+            # A child that is killed while idle breaks the pool permanently.
+            self._replace_pool()
+            return self._pool.schedule(_run_child, args=work, timeout=kill_after)
 
-    def _replace(self) -> None:
-        logger.warning("the process pool broke; a new one is made")
+    def _replace_pool(self) -> None:
+        logger.warning("process pool broke; starting a new one")
         broken = self._close()
         asyncio.get_running_loop().run_in_executor(None, _stop_pool, broken)
         self._pool = self._start()
 
-    async def _answer(
+    async def _wait(
         self, future: Future[Outcome], task: Task[..., Any], context: Context
     ) -> Outcome:
         answer = asyncio.wrap_future(future)
         try:
-            return await self._watch(answer, task, context)
+            return await self._wait_or_terminate(answer, task, context)
         except asyncio.CancelledError:
             if context.run.abort_reason is not None and not answer.done():
                 self._terminate(context)
-                await asyncio.wait([answer], timeout=CLEANING_UP)
+                await asyncio.wait([answer], timeout=TERMINATE_SECONDS)
             raise
         finally:
-            answer.cancel()  # and with it its process, if that is still at it
+            answer.cancel()  # kills its process, if that is still running it
             if self._directory is not None:
                 (self._directory / context.id.hex).unlink(missing_ok=True)
 
-    async def _watch(
+    async def _wait_or_terminate(
         self, answer: asyncio.Future[Outcome], task: Task[..., Any], context: Context
     ) -> Outcome:
         job_id, limit = context.id, task.options.timeout
-        waiting = time.monotonic()
+        waiting_since = time.monotonic()
         while True:
-            gone = self._is_gone(job_id)  # first, as an answer may arrive in between
+            has_exited = self._has_exited(job_id)  # read first: the outcome may arrive in between
             begun = self._begun.get(job_id)
-            pause = WATCH
+            seconds = CHECK_SECONDS
             if begun is not None and limit is not None and context.run.abort_reason is None:
-                pause = min(pause, begun.at + limit - time.monotonic())
-            await asyncio.wait([answer], timeout=max(0.0, pause))
+                seconds = min(seconds, begun.at + limit - time.monotonic())
+            await asyncio.wait([answer], timeout=max(0.0, seconds))
             if answer.cancelled():
-                raise BrokenProcessPool  # its pool was replaced
+                raise BrokenProcessPool  # the pool was replaced
             if answer.done():
                 return await answer
             if begun is not None and limit is not None and time.monotonic() > begun.at + limit:
                 if context.run.abort("timeout"):
                     self._terminate(context)
             elif begun is not None or len(self._begun) >= self._size:
-                waiting = time.monotonic()
-            elif time.monotonic() - waiting > BEGIN_PATIENCE:
-                # An idle child that was killed may have taken the pool's lock with it.
+                waiting_since = time.monotonic()
+            elif time.monotonic() - waiting_since > BEGIN_TIMEOUT_SECONDS:
+                # A child that was killed while idle may have left the pool's lock locked.
                 if not self._begun:
-                    self._replace()
+                    self._replace_pool()
                 raise BrokenProcessPool
-            if gone:
-                # It left with status 0, which the pool takes for a child that had nothing to do.
-                raise ProcessDied(_describe_death(0))
+            if has_exited:
+                # With status 0, which the pool treats as the normal end of an idle child.
+                raise ProcessDied(_format_exit(0))
 
     def _terminate(self, context: Context) -> None:
-        """Have `Aborted` raised in the handler. A note says whom the signal is about, and why: by the
-        time it arrives the process may be busy with another job, and others send SIGTERM too."""
+        """Raise `Aborted` in the handler, by SIGTERM. A file names the job and the reason: when the signal
+        arrives, the process may run another job, and other programs send SIGTERM too."""
         self._receive()
         begun = self._begun.get(context.id)
-        if begun is None or self._directory is None or self._is_gone(context.id):
+        if begun is None or self._directory is None or self._has_exited(context.id):
             return
         (self._directory / context.id.hex).write_text(context.run.abort_reason or "cancelled")
         with contextlib.suppress(ProcessLookupError):
             os.kill(begun.pid, signal.SIGTERM)
 
-    def _is_gone(self, job_id: UUID) -> bool:
+    def _has_exited(self, job_id: UUID) -> bool:
         begun = self._begun.get(job_id)
         return begun is not None and all(
             begun.pid != child.pid for child in multiprocessing.active_children()
         )
 
     async def stop(self) -> None:
-        """Kill what still runs and remove the socket."""
+        """Kill the running handlers and remove the socket."""
         if self._pool is not None:
             await asyncio.to_thread(_stop_pool, self._close())
 
@@ -238,45 +239,45 @@ class ProcessExecutor:
 def _stop_pool(pool: pebble.ProcessPool) -> None:
     with contextlib.suppress(Exception):
         pool.stop()  # type: ignore[no-untyped-call]
-        pool.join(5)
+        pool.join(POOL_STOP_TIMEOUT_SECONDS)
 
 
 def require_pebble() -> None:
-    """Say at the start what would otherwise fail every job."""
+    """Raise when the worker starts: without pebble every job would fail."""
     if importlib.util.find_spec("pebble") is None:
         raise InvalidOption(
-            'tasks that run_in="process" need the package pebble: pip install "howdah[process]".'
+            'tasks with run_in="process" need the package pebble: pip install "howdah[process]".'
         )
 
 
 def locate(task: Task[..., Any]) -> str:
-    """The module in whose namespace a child will find the task."""
+    """The module in which a child finds the task."""
     module = task.function.__module__
     if task.function.__qualname__ != task.function.__name__:
         raise InvalidOption(
-            f'task "{task.name}" runs in a process and is defined inside {task.function.__qualname__}; '
-            "move it to the top level of its module, where a new process can find it."
+            f'task "{task.name}" has run_in="process" and is defined inside {task.function.__qualname__}; '
+            "move it to the top level of its module, where a new process can import it."
         )
     return module
 
 
 def plain_values(job: Claimed) -> dict[str, Any]:
-    """A job for the pickle that crosses to a child: ids, numbers, and its data as JSON text."""
+    """A job as the pool pickles it for a child: ids, numbers, and its data as JSON text."""
     return msgspec.structs.asdict(job)
 
 
-def _describe_death(code: int | None) -> str:
+def _format_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"the task's process was killed by {signal.Signals(-code).name}"
     return f"the task's process ended with status {code} before the task did"
 
 
-# ── in the child ──────────────────────────────────────────────────────────────────────────────────────
+# ── in the child process ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Reports:
-    """The `Sink` of a child: datagrams to its worker."""
+    """The `Sink` of a child. It sends datagrams to the worker."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -299,7 +300,7 @@ class _Reports:
 
 
 class _ChildRun(RunState):
-    """The state of a run in the process of its handler; the worker has a state of its own."""
+    """The state of a run in the child. The worker has its own state of the run, and the two exchange messages."""
 
     def __init__(self, job_id: UUID, reports: _Reports) -> None:
         super().__init__()
@@ -312,32 +313,32 @@ class _ChildRun(RunState):
 
 
 _reports: _Reports | None = None
-_notes = Path()  # where the worker says which job to stop
+_directory = Path()  # the worker leaves a file here for each job to stop
 _running: Context | None = None
 _resources: dict[int, Mapping[str, Any]] = {}
 
 
 def _begin_child(address: str) -> None:
-    global _reports, _notes
-    _reports, _notes = _Reports(address), Path(address).parent
-    # Ctrl-C and an init system reach the whole group; when this process stops is for its worker to say.
+    global _reports, _directory
+    _reports, _directory = _Reports(address), Path(address).parent
+    # Ctrl-C and init systems signal the whole process group, but only the worker may stop this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _stop_handler)
-    # A worker that was killed leaves no orphans behind.
-    _die_with_parent()
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    _exit_with_worker()
 
 
-def _stop_handler(_signal: int, _frame: object) -> None:
-    """SIGTERM: stop the handler if the worker has left a note about it; else it is not for us."""
+def _on_sigterm(_signal: int, _frame: object) -> None:
+    """Stop the handler if the worker has left a file about its job. Otherwise ignore the signal."""
     context = _running
     if context is None:
         return
     with contextlib.suppress(FileNotFoundError):
-        reason = cast("AbortReason", (_notes / context.id.hex).read_text())
+        reason = cast("AbortReason", (_directory / context.id.hex).read_text())
         raise aborted(context, reason)
 
 
-def _die_with_parent() -> None:
+def _exit_with_worker() -> None:
+    """Let the kernel kill this process when its worker is killed."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
@@ -361,12 +362,12 @@ def _run_child(module: str, name: str, claimed: dict[str, Any]) -> Outcome:
     with _memory_limit(task.options.memory_limit):
         _running = context
         try:
-            # What a handler puts into context variables is not for the next to find.
+            # The next handler must not see the context variables that this one has set.
             outcome = contextvars.Context().run(execute, task, context)
         finally:
             _running = None
     if isinstance(outcome, Failed):
-        # The exception itself may not be picklable; its text is.
+        # Without the exception, which may not be picklable.
         outcome = Failed(outcome.error, outcome.traceback, outcome.retry_in)
     return outcome
 
@@ -389,7 +390,7 @@ def _child_resources(task: Task[..., Any]) -> Mapping[str, Any]:
         resources: dict[str, Any] = {}
         for lifespan in task.app.lifespans:
             if inspect.isgeneratorfunction(lifespan):
-                # Entered for as long as the process lives; it ends by being killed.
+                # Entered once and never left: the process ends by being killed.
                 resources.update(next(lifespan()) or {})
         _resources[key] = resources
     return _resources[key]

@@ -1,10 +1,11 @@
-"""A worker's life: start everything, run until told to stop, stop in good order.
+"""Starts and stops a worker.
 
     fetcher ──claims──▶ slots (async | thread | process) ──outcomes──▶ completer
-    heartbeat, in a thread of its own: leases, progress, cancellations
+    heartbeat, in its own thread: leases, progress, cancellations
 
-Shutdown: stop claiming, give unstarted jobs back, wait for the grace period while leases and cancellations
-stay alive, then interrupt and give back what still runs. A second request to stop skips the waiting."""
+Shutdown: stop claiming, release the jobs that have not started, and wait for running jobs for the grace period, with
+leases and cancellations still working. Then interrupt and release the jobs that still run. A second request to stop
+skips the waiting."""
 
 from __future__ import annotations
 
@@ -51,17 +52,18 @@ logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
 GRACE = 30.0
-STATEMENT_TIMEOUT = 4.0  # work resumes within five seconds, also where a line has gone silent
-START_ATTEMPT = 3.0
-START_PATIENCE = 60.0
-CLAIM_PATIENCE = 2.0
-INTERRUPT_PATIENCE = 5.0
-DRAIN_PATIENCE = 5.0
-AT_ONCE = 1.0
+STATEMENT_TIMEOUT_SECONDS = 4.0  # work resumes within 5 s, also after a connection has gone silent
+START_TIMEOUT_SECONDS = 60.0
+START_ATTEMPT_TIMEOUT_SECONDS = 3.0
+START_RETRY_SECONDS = 1.0
+CLAIM_TIMEOUT_SECONDS = 2.0
+INTERRUPT_TIMEOUT_SECONDS = 5.0
+DRAIN_TIMEOUT_SECONDS = 5.0
+STOP_NOW_TIMEOUT_SECONDS = 1.0  # for each step, after the second request to stop
 
 
 class Worker:
-    """Runs the tasks of an app in this process. `run` lives until `stop` is called."""
+    """Runs the tasks of an app in this process. `run` returns after `stop` is called."""
 
     def __init__(
         self,
@@ -96,25 +98,25 @@ class Worker:
         self.ready = asyncio.Event()
         self._throughput = Throughput()
         self._stopping = asyncio.Event()
-        self._now = asyncio.Event()
+        self._stopping_now = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
         self.abandoned = 0
-        """How many handlers did not stop when `run` ended. The jobs were given back."""
+        """How many handlers did not stop when `run` ended. Their jobs were released."""
 
     def stop(self) -> None:
-        """Stop gracefully; a second call stops at once. Safe to call from a signal handler."""
+        """Stop gracefully. A second call stops now. Safe to call from a signal handler."""
         if self._stopping.is_set():
-            self._now.set()
+            self._stopping_now.set()
         self._stopping.set()
 
     def health(self) -> dict[str, object]:
-        """Whether this worker lives and is ready for work, for a health endpoint."""
+        """Whether this worker is live and ready, for a health endpoint."""
         started = self.ready.is_set()
         beat = self._heartbeat.age() if started else None
-        fresh = beat is not None and beat < 2 * self._heartbeat.period + STATEMENT_TIMEOUT
+        fresh = beat is not None and beat < 2 * self._heartbeat.period + STATEMENT_TIMEOUT_SECONDS
         return {
-            # A database that is gone is no reason to be killed.
+            # Not about the database: restarting the worker would not bring it back.
             "live": not started or self._heartbeat.is_alive() or self._stopping.is_set(),
             "ready": started and fresh and not self._stopping.is_set(),
             "worker_id": self.worker_id,
@@ -123,41 +125,41 @@ class Worker:
         }
 
     async def run(self) -> None:
-        """Work until `stop`. Raises what broke the worker, if something did."""
+        """Run jobs until `stop` is called. Raises the error that broke the worker, if one did."""
         self._loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as life:
             resources = await self._enter_lifespans(life)
             store = AsyncStore(
-                self.app.database, self.app.schema, command_timeout=STATEMENT_TIMEOUT
+                self.app.database, self.app.schema, command_timeout=STATEMENT_TIMEOUT_SECONDS
             )
             life.push_async_callback(store.close)
-            if await self._join():
-                await self._live(store, resources)
+            if await self._register():
+                await self._run_parts(store, resources)
         if self._failure is not None:
             raise self._failure
 
-    async def _join(self) -> bool:
-        """Register with the database as soon as it answers. False if told to stop before that."""
+    async def _register(self) -> bool:
+        """Register with the database as soon as it answers. False if `stop` was called before that."""
         store = AsyncStore(
-            self.app.database, self.app.schema, create=self.app.create, timeout=START_ATTEMPT
+            self.app.database,
+            self.app.schema,
+            create=self.app.create,
+            timeout=START_ATTEMPT_TIMEOUT_SECONDS,
         )
-        give_up = time.monotonic() + START_PATIENCE
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         try:
             while not self._stopping.is_set():
-                joining = asyncio.ensure_future(store.run(self._register()))
-                await _first(joining, self._stopping.wait())
-                if not joining.done():
+                registering = asyncio.ensure_future(store.run(self._register_worker()))
+                await _wait_for_first(registering, self._stopping.wait())
+                if not registering.done():
                     return False
-                error = joining.exception()
+                error = registering.exception()
                 if error is None:
                     return True
-                if time.monotonic() > give_up or not _may_answer(error):
+                if time.monotonic() > deadline or not _is_worth_retrying(error):
                     raise error
-                logger.warning(
-                    "the database does not answer and will be asked again",
-                    extra={"error": str(error)},
-                )
-                await _first(asyncio.sleep(1), self._stopping.wait())
+                logger.warning("database unreachable; retrying", extra={"error": str(error)})
+                await _wait_for_first(asyncio.sleep(START_RETRY_SECONDS), self._stopping.wait())
         finally:
             await store.close()
         return False
@@ -172,20 +174,22 @@ class Worker:
             resources.update(given or {})
         return resources
 
-    async def _live(self, store: AsyncStore, resources: Mapping[str, Any]) -> None:
+    async def _run_parts(self, store: AsyncStore, resources: Mapping[str, Any]) -> None:
         app, statements = self.app, self.app.statements
         hooks = Hooks(app.hooks)
         seconds = self.lease.total_seconds()
         url = await store.url()
-        beating = Store(
+        heartbeat_store = Store(
             url,
             app.schema,
             create=False,
-            timeout=STATEMENT_TIMEOUT,
-            # Short leases need a quick second try.
-            command_timeout=min(STATEMENT_TIMEOUT, max(1.0, seconds / 3)),
+            timeout=STATEMENT_TIMEOUT_SECONDS,
+            # Short leases need a quick retry.
+            command_timeout=min(STATEMENT_TIMEOUT_SECONDS, max(1.0, seconds / 3)),
         )
-        heartbeat = Heartbeat(beating, statements, self.lease, self._on_abort, self._touch)
+        heartbeat = Heartbeat(
+            heartbeat_store, statements, self.lease, self._on_abort, self._beat_worker
+        )
         completer = Completer(store, statements, heartbeat, hooks, self._throughput)
         threads = ThreadExecutor(seconds)
         processes = ProcessExecutor(min(self.processes, self.concurrency), heartbeat)
@@ -195,11 +199,11 @@ class Worker:
         self._slots = slots = Slots(
             self.concurrency, app.tasks, executors,
             suspects=Suspects(store, statements), heartbeat=heartbeat, completer=completer,
-            hooks=hooks, resources=resources,
+            hooks=hooks, resources=resources, on_crash=self._crash,
         )  # fmt: skip
         self._heartbeat = heartbeat
         listener = Listener(url, app.schema)
-        listener.subscribe("cancel", self._hear_cancel)
+        listener.subscribe("cancel", self._on_cancel)
         fetcher = Fetcher(
             store, statements, slots, listener,
             worker_id=self.worker_id, job_types=list(app.tasks), queues=self.queues, lease=self.lease,
@@ -212,25 +216,25 @@ class Worker:
         )
         self.ready.set()
         try:
-            await self._work(store, slots, completer, fetcher)
+            await self._run_services(store, slots, completer, fetcher)
         finally:
             self.abandoned = await slots.stop() + threads.busy
             await listener.stop()
             await processes.stop()
             await asyncio.to_thread(heartbeat.stop)
             await asyncio.to_thread(hooks.stop)
-            await self._leave(store)
-            await asyncio.to_thread(beating.close)
+            await self._unregister(store)
+            await asyncio.to_thread(heartbeat_store.close)
             logger.info("worker stopped", extra={"worker_id": self.worker_id})
 
-    async def _work(
+    async def _run_services(
         self, store: AsyncStore, slots: Slots, completer: Completer, fetcher: Fetcher
     ) -> None:
-        slots.start(self._crash)
+        slots.start()
         async with asyncio.TaskGroup() as group:
 
-            def serve(what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-                return group.create_task(self._guard(what, work), name=f"howdah-{what}")
+            def serve(part: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                return group.create_task(self._guard(part, work), name=f"howdah-{part}")
 
             services = [
                 serve("completer", completer.run()),
@@ -240,64 +244,68 @@ class Worker:
             try:
                 await self._stopping.wait()
             finally:
-                if not self._stopping.is_set():  # cancelled by whoever called `run`
+                if not self._stopping.is_set():  # the caller of `run` was cancelled
                     self.stop()
                     self.stop()
                 fetcher.wake()
-                await self._wind_down(slots, completer, services[-1])
+                await self._shut_down(slots, completer, services[-1])
                 await end_tasks(*services)
 
-    async def _guard(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """A part of the worker. If it breaks, the worker ends: half of one helps nobody."""
+    async def _guard(self, part: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run a part of the worker. If the part fails, the whole worker stops."""
         try:
             await work
         except Exception as error:
-            logger.critical("the %s broke and the worker stops", what)
+            logger.critical("part of the worker failed; stopping", extra={"part": part})
             self._crash(error)
-            if what == "completer":
-                self._now.set()  # what jobs still come to cannot be written: their leases decide
+            if part == "completer":
+                # No more outcomes can be written: leave the jobs to the expiry of their leases.
+                self._stopping_now.set()
 
     def _crash(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._stopping.set()
 
-    async def _wind_down(
+    async def _shut_down(
         self, slots: Slots, completer: Completer, fetching: asyncio.Task[None]
     ) -> None:
         fault_points.reach("during-shutdown")
-        end = time.monotonic() + self.grace
+        deadline = time.monotonic() + self.grace
         slots.close()
         logger.info(
             "worker stopping",
             extra={"worker_id": self.worker_id, "running": slots.running, "grace": self.grace},
         )
-        # A claim that is under way may bring jobs, which then go back at once, not when leases end.
-        await asyncio.wait([fetching], timeout=CLAIM_PATIENCE)
+        # A claim in flight may return jobs. They are released now instead of after their leases expire.
+        await asyncio.wait([fetching], timeout=CLAIM_TIMEOUT_SECONDS)
         fetching.cancel()
         await self._wait(slots.wait_until_empty(), self.grace)
         if slots.running:
             slots.interrupt()
-            # From here on a second request does not shorten it: handlers get a moment to clean up.
-            patience = AT_ONCE if self._now.is_set() else INTERRUPT_PATIENCE
-            await _first(slots.wait_until_empty(), asyncio.sleep(patience))
-            slots.give_up()
-        if self._now.is_set():
-            await _first(completer.drain(), asyncio.sleep(AT_ONCE))
+            # A second request to stop does not shorten this: handlers get a moment to clean up.
+            timeout = self._timeout(INTERRUPT_TIMEOUT_SECONDS)
+            await _wait_for_first(slots.wait_until_empty(), asyncio.sleep(timeout))
+            slots.release_running()
+        if self._stopping_now.is_set():
+            await _wait_for_first(completer.drain(), asyncio.sleep(STOP_NOW_TIMEOUT_SECONDS))
         else:
-            left = max(end - time.monotonic(), DRAIN_PATIENCE)
-            await self._wait(completer.drain(), left)
+            remaining = max(deadline - time.monotonic(), DRAIN_TIMEOUT_SECONDS)
+            await self._wait(completer.drain(), remaining)
+
+    def _timeout(self, seconds: float) -> float:
+        return STOP_NOW_TIMEOUT_SECONDS if self._stopping_now.is_set() else seconds
 
     async def _wait(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
-        """Wait for something, for so long, or until a second request to stop."""
-        await _first(work, asyncio.sleep(seconds), self._now.wait())
+        """Wait for some work, for at most `seconds`, or until a second request to stop."""
+        await _wait_for_first(work, asyncio.sleep(seconds), self._stopping_now.wait())
 
-    async def _leave(self, store: AsyncStore) -> None:
+    async def _unregister(self, store: AsyncStore) -> None:
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(AT_ONCE if self._now.is_set() else DRAIN_PATIENCE):
-                await store.run(self._touch())
+            async with asyncio.timeout(self._timeout(DRAIN_TIMEOUT_SECONDS)):
+                await store.run(self._beat_worker())
                 await store.run(self.app.statements.remove_worker(self.worker_id))
 
-    def _register(self) -> Statement[None]:
+    def _register_worker(self) -> Statement[None]:
         tasks = self.app.tasks.values()
         return self.app.statements.register_worker(
             self.worker_id,
@@ -309,33 +317,34 @@ class Worker:
             msgspec.json.encode({"concurrency": self.concurrency}).decode(),
         )
 
-    def _touch(self) -> Statement[None]:
+    def _beat_worker(self) -> Statement[None]:
         info = {"concurrency": self.concurrency, "running": self._slots.running}
         return self.app.statements.beat_worker(
             self.worker_id, msgspec.json.encode(info).decode(), self._throughput.take()
         )
 
-    def _hear_cancel(self, text: str) -> None:
+    def _on_cancel(self, text: str) -> None:
+        """A notification of cancelled jobs: their ids, or nothing if notifications may have been lost."""
         ids = set(msgspec.json.decode(text)) if text else set()
         if not ids or any(str(run.id) in ids for run in self._heartbeat.runs()):
-            self._heartbeat.poke()
+            self._heartbeat.beat_soon()
 
     def _on_abort(self, run: Run) -> None:
-        # In the heartbeat's thread.
+        # Called in the heartbeat's thread.
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._slots.stop_aborted, run)
 
 
-def _may_answer(error: BaseException) -> bool:
-    """Whether a database that did not answer may do so yet: it did not turn us away."""
+def _is_worth_retrying(error: BaseException) -> bool:
+    """Whether the database was unreachable. A database that refused the login will refuse it again."""
     return isinstance(error, DatabaseUnreachable) and not (
         error.__cause__ is not None and is_refused(error.__cause__)
     )
 
 
-async def _first(*works: Awaitable[object]) -> None:
-    """Wait for the first of these, and let go of the others."""
+async def _wait_for_first(*works: Awaitable[object]) -> None:
+    """Wait for the first of these to end, and cancel the others."""
     waits = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

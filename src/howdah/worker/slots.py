@@ -1,4 +1,5 @@
-"""The slots: long-lived coroutines, each running one job at a time from a common buffer."""
+"""The slots: long-lived coroutines, each running one job at a time from a common buffer. There is no asyncio task
+per job."""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ import msgspec
 from howdah.encoding import payload
 from howdah.execution import fault_points
 from howdah.execution.run import Run, make_context
-from howdah.hooks import StateChange
 from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
-from howdah.worker.prefetch import Prefetch, Wanted
-from howdah.worker.suspects import StartNotWritten
+from howdah.worker.prefetch import NO_DEMAND, Demand, Prefetch
+from howdah.worker.suspects import StartNotWritten, is_suspect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +34,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOARDED = 1.0  # seconds in the buffer after which a job is better off elsewhere
-YIELD_EVERY = 16
-LAST_PATIENCE = 1.0
+BUFFER_SECONDS = 1.0  # a job that has been in the buffer for so long is released to other workers
+YIELD_EVERY_JOBS = 16
+STOP_TIMEOUT_SECONDS = 1.0
+START_RETRY_SECONDS = 1.0
+SLOT_FAILED_RETRY_SECONDS = 10.0
 
 
 class Slots:
-    """The buffer and the coroutines that empty it."""
+    """The buffer of prefetched jobs, and the coroutines that run them. An error in a slot itself, which would be
+    a bug, goes to `on_crash`."""
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Slots:
         completer: Completer,
         hooks: Hooks,
         resources: Mapping[str, Any],
+        on_crash: Callable[[BaseException], None],
     ) -> None:
         self._count = count
         self._tasks = tasks
@@ -62,194 +66,197 @@ class Slots:
         self._completer = completer
         self._hooks = hooks
         self._resources = resources
+        self._on_crash = on_crash
         self._slots: list[asyncio.Task[None]] = []
         self._buffer: deque[Run] = deque()
-        self._getters: deque[asyncio.Future[None]] = deque()
-        self._room = asyncio.Event()
-        self._running: dict[Run, asyncio.Task[None] | None] = {}
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._changed = asyncio.Event()
+        self._running: dict[Run, asyncio.Task[None]] = {}
         self._prefetch = Prefetch(count, tasks)
         self._closed = False
-        self._clean = contextvars.Context()
-        self._on_crash: Callable[[BaseException], None] = _ignore
+        self._clean_variables = contextvars.Context()
 
     # ── for the fetcher ───────────────────────────────────────────────────────────────────────────
 
     @property
     def running(self) -> int:
-        """How many jobs run now."""
+        """How many jobs are running."""
         return len(self._running)
 
     @property
-    def waiting(self) -> int:
-        """How many claimed jobs no slot has taken yet."""
+    def prefetched(self) -> int:
+        """How many jobs are in the buffer."""
         return len(self._buffer)
 
-    def wanted(self) -> Wanted:
-        """What to claim."""
-        if self._closed:
-            return Wanted(0, 0, [])
-        return self._prefetch.wanted(self._buffer, self._running)
+    def demand(self) -> Demand:
+        """How many jobs to claim, and of which types."""
+        return NO_DEMAND if self._closed else self._prefetch.demand(self._buffer, self._running)
 
-    async def wait_for_room(self) -> None:
-        """Wait until `wanted` may say something else."""
-        self._room.clear()
+    async def wait_for_demand(self) -> None:
+        """Wait until `demand` may have changed."""
+        self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HOARDED / 2):
-                await self._room.wait()
+            async with asyncio.timeout(BUFFER_SECONDS / 2):
+                await self._changed.wait()
 
-    def give_back_hoarded(self) -> None:
-        """Give back what has waited here for long: the slots are taken by longer jobs than expected."""
-        late = time.monotonic() - HOARDED
-        while self._buffer and self._buffer[0].buffered < late:
-            self._completer.put(self._buffer.popleft(), Released(0.0, "hoarded"))
+    def release_overdue(self) -> None:
+        """Release jobs that have been in the buffer for too long: the running jobs take longer than expected."""
+        overdue = time.monotonic() - BUFFER_SECONDS
+        while self._buffer and self._buffer[0].buffered < overdue:
+            self._completer.put(self._buffer.popleft(), Released())
 
-    def take(self, jobs: Sequence[Claimed]) -> None:
+    def put(self, jobs: Sequence[Claimed]) -> None:
         """Put claimed jobs into the buffer."""
         now = time.monotonic()
         for job in jobs:
             run = Run(job.id, job.lease_id, job, self._tasks[job.job_type], buffered=now)
             self._heartbeat.add(run)
             if self._closed:
-                self._completer.put(run, Released(0.0, "shutdown"))
+                self._completer.put(run, Released())
             else:
                 self._buffer.append(run)
-                self._call_a_slot()
+                self._wake_slot()
 
-    def _call_a_slot(self) -> None:
-        while self._getters:
-            getter = self._getters.popleft()
-            if not getter.done():
-                getter.set_result(None)
+    def _wake_slot(self) -> None:
+        while self._idle:
+            idle = self._idle.popleft()
+            if not idle.done():
+                idle.set_result(None)
                 return
 
     # ── for the runner ────────────────────────────────────────────────────────────────────────────
 
-    def start(self, on_crash: Callable[[BaseException], None]) -> None:
-        """Start the slots. `on_crash` hears of an error in one, which should not be."""
-
-        self._on_crash, self._clean = on_crash, contextvars.copy_context()
+    def start(self) -> None:
+        """Start the slots."""
+        self._clean_variables = contextvars.copy_context()
         for number in range(self._count):
-            self._add(f"howdah-slot-{number}")
+            self._add_slot(f"howdah-slot-{number}")
 
-    def _add(self, name: str) -> None:
-        slot = asyncio.create_task(self._serve(), name=name, context=self._clean.copy())
-        slot.add_done_callback(self._hear_of_end)
+    def _add_slot(self, name: str) -> None:
+        slot = asyncio.create_task(
+            self._run_jobs(), name=name, context=self._clean_variables.copy()
+        )
+        slot.add_done_callback(self._on_slot_end)
         self._slots.append(slot)
 
-    def _hear_of_end(self, slot: asyncio.Task[None]) -> None:
+    def _on_slot_end(self, slot: asyncio.Task[None]) -> None:
         if not slot.cancelled() and (error := slot.exception()) is not None:
             self._on_crash(error)
 
     def close(self) -> None:
-        """Give back what has not been started; run no more."""
+        """Release the jobs in the buffer; start no more."""
         self._closed = True
         while self._buffer:
-            self._completer.put(self._buffer.popleft(), Released(0.0, "shutdown"))
-        while self._getters:
-            self._call_a_slot()
-        self._room.set()
+            self._completer.put(self._buffer.popleft(), Released())
+        while self._idle:
+            self._wake_slot()
+        self._changed.set()
 
     async def wait_until_empty(self) -> None:
         """Wait for the running jobs to end."""
         while self._running:
-            self._room.clear()
-            await self._room.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def interrupt(self) -> None:
-        """Stop everything that runs, to be given back. Threads that do not listen are left behind."""
+        """Stop the running handlers, to release their jobs. A handler in a thread that never calls its context
+        keeps running."""
         for run in list(self._running):
             run.abort("shutdown")
-            self._interrupt(run)
+            self._cancel(run)
 
-    def give_up(self) -> None:
-        """Give back jobs whose handlers did not stop: this process is about to end."""
+    def release_running(self) -> None:
+        """Release the jobs of handlers that did not stop: this process is about to end."""
         for run in list(self._running):
             if not run.finishing:
-                self._completer.put(run, Released(0.0, "shutdown"))
+                self._completer.put(run, Released())
 
     async def stop(self) -> int:
-        """End the slots. Gives how many do not: their handlers swallow every cancellation."""
+        """End the slots. Returns how many did not end, because their handlers ignore cancellation."""
         for slot in self._slots:
             slot.cancel()
         if not self._slots:
             return 0
-        _, stuck = await asyncio.wait(self._slots, timeout=LAST_PATIENCE)
+        _, stuck = await asyncio.wait(self._slots, timeout=STOP_TIMEOUT_SECONDS)
         return len(stuck)
 
     def stop_aborted(self, run: Run) -> None:
-        """Stop a run that was aborted: it was cancelled, or is no longer ours."""
+        """Stop a run that was aborted: its job was cancelled, or its lease was lost."""
         if run in self._running:
-            self._interrupt(run)
+            self._cancel(run)
         elif run in self._buffer and run.abort_reason is not None:
             self._buffer.remove(run)
-            self._completer.put(run, _not_started(run.abort_reason))
+            self._completer.put(run, _outcome_before_start(run.abort_reason))
 
-    def _interrupt(self, run: Run) -> None:
-        """Cancel a handler in the loop or in a process. One in a thread stops at its next call of the
-        context, and not before."""
-        slot = self._running[run]
-        if slot is not None and run.task.options.run_in != "thread":
-            slot.cancel()
+    def _cancel(self, run: Run) -> None:
+        """Cancel a handler in the event loop or in a process. A handler in a thread stops at its next call of
+        the context, and not before."""
+        if run.task.options.run_in != "thread":
+            self._running[run].cancel()
 
     # ── the slots ─────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve(self) -> None:
-        me = asyncio.current_task()
-        clean = contextvars.copy_context()
-        served = 0
+    async def _run_jobs(self) -> None:
+        slot = asyncio.current_task()
+        assert slot is not None  # noqa: S101
+        clean_variables = contextvars.copy_context()
+        count = 0
         while not self._closed:
             if not self._buffer:
-                getter = asyncio.get_running_loop().create_future()
-                self._getters.append(getter)
-                await getter
+                idle = asyncio.get_running_loop().create_future()
+                self._idle.append(idle)
+                await idle
                 continue
             run = self._buffer.popleft()
-            self._running[run] = me
+            self._running[run] = slot
             try:
-                outcome = await self._execute(run, me)
+                outcome = await self._execute(run, slot)
             finally:
                 del self._running[run]
                 self._prefetch.ended += 1
-                self._room.set()
+                self._changed.set()
             fault_points.reach("after-run")
             if not run.finishing:
                 self._completer.put(run, outcome)
-            if contextvars.copy_context() != clean:
-                # What one handler puts into context variables is not for the next to find.
-                self._replace(me)
+            if contextvars.copy_context() != clean_variables:
+                # The next handler must not see the context variables that this one has set.
+                self._replace(slot)
                 return
-            served += 1
-            if served % YIELD_EVERY == 0:
-                # A handler that never waits would keep the fetcher and the completer from their work.
+            count += 1
+            if count % YIELD_EVERY_JOBS == 0:
+                # A handler that never awaits would keep the fetcher and the completer from running.
                 await asyncio.sleep(0)
 
-    def _replace(self, slot: asyncio.Task[None] | None) -> None:
-        assert slot is not None  # noqa: S101
+    def _replace(self, slot: asyncio.Task[None]) -> None:
         self._slots.remove(slot)
-        self._add(slot.get_name())
+        self._add_slot(slot.get_name())
 
-    async def _execute(self, run: Run, slot: asyncio.Task[None] | None) -> Outcome:
-        """One job, to an outcome, whatever happens."""
+    async def _execute(self, run: Run, slot: asyncio.Task[None]) -> Outcome:
+        """Run one job to an outcome. Raises only if the slot itself is cancelled."""
         try:
             fault_points.reach("before-start")
-            if run.job.claims - run.job.attempts > 1 and not await self._suspects.start(run):
+            if is_suspect(run) and not await self._suspects.start(run):
                 return Lost()
-            return await self._call(run)
+            return await self._call_handler(run)
         except asyncio.CancelledError:
             if run.abort_reason is None:
                 raise
-            return _not_started(run.abort_reason)
+            return _outcome_before_start(run.abort_reason)
         except StartNotWritten as error:
-            return Released(1.0, str(error))
+            logger.warning(
+                "start of a suspect could not be written; releasing the job",
+                extra={"job_id": str(run.id), "error": str(error)},
+            )
+            return Released(START_RETRY_SECONDS)
         except Exception as error:
-            logger.exception("a slot failed", extra={"job_id": str(run.id)})
-            return Failed(payload.format_error(error), None, 10.0)
+            logger.exception("slot failed", extra={"job_id": str(run.id)})
+            return Failed(payload.format_error(error), None, SLOT_FAILED_RETRY_SECONDS)
         finally:
-            # A cancellation of this slot was about the job that has ended now.
-            while run.abort_reason is not None and slot is not None and slot.cancelling():
+            # The slot was cancelled to stop the run that has now ended.
+            while run.abort_reason is not None and slot.cancelling():
                 slot.uncancel()
 
-    async def _call(self, run: Run) -> Outcome:
+    async def _call_handler(self, run: Run) -> Outcome:
         job, task = run.job, run.task
         context = make_context(
             task,
@@ -261,33 +268,18 @@ class Slots:
         )
         run.started = time.monotonic()
         if self._hooks.active:
-            self._tell_running(job)
+            self._hooks.notify(job, "running")
         outcome = await self._executors[task.options.run_in](task, context)
         self._prefetch.measure(job.job_type, time.monotonic() - run.started)
         return outcome
 
-    def _tell_running(self, job: Claimed) -> None:
-        self._hooks.tell(
-            StateChange(
-                id=job.id,
-                job_type=job.job_type,
-                queue=job.queue,
-                state="running",
-                attempt=job.attempts,
-                request_id=job.request_id,
-            )
-        )
 
-
-def _ignore(error: BaseException) -> None:
-    """Before there are slots, none crashes."""
-
-
-def _not_started(reason: AbortReason) -> Outcome:
+def _outcome_before_start(reason: AbortReason) -> Outcome:
+    """The outcome of a run that was aborted before its handler was called."""
     match reason:
         case "lost":
             return Lost()
         case "shutdown":
-            return Released(0.0, "shutdown")
+            return Released()
         case _:
             return Cancelled("cancelled before it started")

@@ -1,4 +1,5 @@
-"""Jobs that are suspected of killing workers: two claims of each ended without a trace."""
+"""Suspects: jobs that may kill workers. At least two claims of a suspect expired before its start was written. A
+suspect runs only after its start was written, and suspects run one at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from howdah.database.driver_errors import DATABASE_ERRORS
 from howdah.execution import fault_points
-from howdah.execution.heartbeat import SUSPICION
+from howdah.execution.heartbeat import SUSPECT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,44 +18,50 @@ if TYPE_CHECKING:
     from howdah.protocol.worker_statements import WorkerStatements
 
 
+class StartNotWritten(Exception):
+    """The database did not record that a suspect is about to start."""
+
+
+def is_suspect(run: Run) -> bool:
+    """Whether at least two earlier claims of this job expired without using an attempt."""
+    return run.job.claims - run.job.attempts > 1
+
+
 class Suspects:
-    """Runs suspects one by one."""
+    """Starts suspects one at a time."""
 
     def __init__(self, store: AsyncStore, statements: WorkerStatements) -> None:
         self._store = store
         self._statements = statements
-        self._one = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
 
     async def start(self, run: Run) -> bool:
-        """Write started_at before a job runs of which two claims have ended without a trace: if it kills
-        this process too, the attempt counts. Gives whether the job is still ours.
+        """Write started_at before a suspect runs: if it kills this process too, the attempt counts. Returns
+        whether the job is still claimed by this worker.
 
-        Such a job may be what killed its workers, or only have been near, twice. So they go one by one,
-        until each is acknowledged or has run for a while: no other is announced, and so none pays, while
-        one may be about to kill us. After a single death all go on as if nothing had been: nearly all
-        that a worker has when it dies is innocent, and it may have thousands at hand."""
-        await self._one.acquire()
-        run.on_acknowledged = _once(self._one.release)
-        mine = await self._announce(run)
-        asyncio.get_running_loop().call_later(SUSPICION, self._acquit, run)
-        return mine
+        A suspect may have killed its workers, or may only have been claimed together with the job that did.
+        So the next suspect starts only after this one was acknowledged or has run for `SUSPECT_SECONDS`: if
+        this one kills the process, no other suspect loses an attempt. A single crash makes no job a suspect:
+        a worker may have thousands of jobs in flight when it crashes, and nearly all are innocent."""
+        await self._one_at_a_time.acquire()
+        run.on_acknowledged = _once(self._one_at_a_time.release)
+        is_claimed = await self._write_start(run)
+        asyncio.get_running_loop().call_later(SUSPECT_SECONDS, _clear, run)
+        return is_claimed
 
-    def _acquit(self, run: Run) -> None:
-        # One that has ended is acquitted when its outcome is written, which also may take its time.
-        if not run.finishing and run.on_acknowledged is not None:
-            run.on_acknowledged()
-
-    async def _announce(self, run: Run) -> bool:
+    async def _write_start(self, run: Run) -> bool:
         try:
             accepted = await self._store.run(self._statements.start_jobs([run.id], [run.lease_id]))
         except DATABASE_ERRORS as error:
-            raise StartNotWritten(f"its start could not be written: {error}") from error
+            raise StartNotWritten(str(error)) from error
         fault_points.reach("after-start")
         return bool(accepted)
 
 
-class StartNotWritten(Exception):
-    """The database did not take down that a job was about to start."""
+def _clear(run: Run) -> None:
+    """Let the next suspect start, unless this one has ended: then its acknowledgement does, which may take long."""
+    if not run.finishing and run.on_acknowledged is not None:
+        run.on_acknowledged()
 
 
 def _once(release: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Plays a scenario and judges it."""
+"""Runs a scenario and checks it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from howdah.chaos.scenario import Scenario
 
 
-class Play(Protocol):
-    """Plays a scenario for as long as it needs."""
+class RunScenario(Protocol):
+    """Runs a scenario for its minimum time."""
 
     def __call__(self, scenario: Scenario, **load: Any) -> Verdict: ...
 
 
 @pytest.fixture
-def play(tmp_path: Path, request: pytest.FixtureRequest) -> Play:
+def run_scenario(tmp_path: Path, request: pytest.FixtureRequest) -> RunScenario:
     def run(scenario: Scenario, **load: Any) -> Verdict:
-        # Only where it is wanted: most scenarios have a server of their own.
-        common = _LateDatabase(lambda: request.getfixturevalue("database"))
+        # Created on demand: most scenarios start their own server.
+        common = _LazyPlace(lambda: request.getfixturevalue("database"))
         return perform(
             scenario, common, tmp_path, 1, Load(**{"seconds": 0.0, "rate": 120.0} | load)  # type: ignore[arg-type]
         )  # fmt: skip
@@ -37,8 +37,8 @@ def play(tmp_path: Path, request: pytest.FixtureRequest) -> Play:
     return run
 
 
-class _LateDatabase:
-    """A place that is made when somebody asks where it is."""
+class _LazyPlace:
+    """A place whose database is created on first use."""
 
     schema = "howdah"
 

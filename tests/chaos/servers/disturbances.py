@@ -1,5 +1,4 @@
-"""What others do to a database that is not ours alone. Each is a context manager: for as long as the block
-lasts, somebody holds something."""
+"""Other sessions that disturb a shared database. The context managers hold a resource while their block runs."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ _NOT_VALID = """
 
 @contextlib.contextmanager
 def held_transaction(url: str) -> Iterator[int]:
-    """Somebody has read the queue and gone to lunch: `idle in transaction`, with a snapshot that vacuum
-    must heed. Gives its process id."""
+    """A session that read the queue and stays `idle in transaction`, with a snapshot that holds vacuum back. Yields
+    its process id."""
     with psycopg.connect(url) as conn:
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         conn.execute("SELECT count(*) FROM howdah.jobs")
@@ -36,8 +35,8 @@ def held_transaction(url: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def ddl_lock(url: str) -> Iterator[int]:
-    """Somebody changes the table of live jobs and does not commit: nobody can even read it. Gives how
-    many statements were seen to wait for it."""
+    """A session that holds the strongest lock on live_jobs: no other session can even read it. Yields its process
+    id."""
     with psycopg.connect(url) as conn:
         conn.execute("LOCK TABLE howdah.live_jobs IN ACCESS EXCLUSIVE MODE")
         yield conn.info.backend_pid
@@ -45,7 +44,7 @@ def ddl_lock(url: str) -> Iterator[int]:
 
 
 def waiting_for(url: str, pid: int) -> int:
-    """How many sessions wait for a lock that this one holds."""
+    """The number of sessions that wait for a lock of this process."""
     with psycopg.connect(url, autocommit=True) as conn:
         row = conn.execute(
             "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))", [pid]
@@ -55,39 +54,39 @@ def waiting_for(url: str, pid: int) -> int:
 
 
 def reindex(url: str, *, concurrently: bool) -> None:
-    """Build the indexes of the table of live jobs anew.
+    """Rebuild the indexes of live_jobs.
 
-    It takes its locks one after the other, so whoever reads before it writes may meet it in a deadlock;
-    PostgreSQL then ends either, and one tries again."""
+    REINDEX takes its locks one after the other, so it can deadlock with a transaction that reads before it writes.
+    PostgreSQL then cancels one of the two; the REINDEX is retried."""
     how = " CONCURRENTLY" if concurrently else ""
     with psycopg.connect(url, autocommit=True) as conn:
         while True:
             try:
                 conn.execute(f"REINDEX TABLE{how} howdah.live_jobs".encode())
             except psycopg.errors.DeadlockDetected:
-                _drop_half_built(conn)
+                _drop_invalid_indexes(conn)
             else:
                 return
 
 
-def _drop_half_built(conn: psycopg.Connection[Any]) -> None:
-    """What a REINDEX CONCURRENTLY that was ended leaves behind."""
+def _drop_invalid_indexes(conn: psycopg.Connection[Any]) -> None:
+    """A cancelled REINDEX CONCURRENTLY leaves invalid indexes."""
     for (index,) in conn.execute(_NOT_VALID).fetchall():
         conn.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {index}".encode())
 
 
 def indexes_are_valid(url: str) -> bool:
-    """Whether a REINDEX has left nothing half-built behind."""
+    """Whether no REINDEX left an invalid index."""
     with psycopg.connect(url, autocommit=True) as conn:
         return not conn.execute(_NOT_VALID).fetchall()
 
 
 @contextlib.contextmanager
 def no_connection_left(url: str) -> Iterator[int]:
-    """Others take every connection that the server has, also ours when they are ended. Gives how many
-    they have.
+    """Take every connection slot of the server: terminate all other connections and take their slots too. Yields the
+    number of slots taken.
 
-    `url` is of the superuser, for whom the server has some in reserve; those are taken as well."""
+    `url` is that of the superuser; the slots reserved for superusers are taken as well."""
     taken: list[psycopg.Connection[Any]] = []
     stop = threading.Event()
 
@@ -99,11 +98,11 @@ def no_connection_left(url: str) -> Iterator[int]:
                 stop.wait(0.005)
 
     with psycopg.connect(url, autocommit=True) as conn:
-        thread = threading.Thread(target=take, name="takes-connections")
+        thread = threading.Thread(target=take, name="connection-taker")
         thread.start()
         try:
-            until(lambda: _end_others(conn) == 0, "nobody else has a connection")
-            until(lambda: _is_full(url), "no connection is left")
+            until(lambda: _terminate_others(conn) == 0, "no other session is connected")
+            until(lambda: _is_full(url), "no connection slot is free")
             yield len(taken)
         finally:
             stop.set()
@@ -112,8 +111,8 @@ def no_connection_left(url: str) -> Iterator[int]:
                 each.close()
 
 
-def _end_others(conn: psycopg.Connection[Any]) -> int:
-    """End the connections of everybody but the takers; how many there were."""
+def _terminate_others(conn: psycopg.Connection[Any]) -> int:
+    """Terminate all connections except those of the taker; returns how many there were."""
     return len(
         conn.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "

@@ -1,4 +1,4 @@
-"""PostgreSQL servers of a test's own, which it may cut the power of."""
+"""PostgreSQL servers that belong to one test and can be crashed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from howdah.errors import EmbeddedServerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The machine under the tests does not crash; processes do, and that needs no fsync.
+# Only processes crash in tests, not the machine, which needs no fsync.
 SETTINGS = {"fsync": "off", "max_connections": "60", "shared_buffers": "32MB"}
 
 
@@ -35,8 +35,8 @@ def workspace(name: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def machine(directory: Path, **settings: str) -> Iterator[EmbeddedServer]:
-    """A server in a directory, running."""
+def running_server(directory: Path, **settings: str) -> Iterator[EmbeddedServer]:
+    """A running server in a directory."""
     server = EmbeddedServer(directory, settings=SETTINGS | settings)
     server.start()
     try:
@@ -45,24 +45,24 @@ def machine(directory: Path, **settings: str) -> Iterator[EmbeddedServer]:
         server.remove()
 
 
-def cut_power(server: EmbeddedServer) -> None:
-    """`kill -9` of the postmaster and everything below it, as if the machine had gone.
+def crash(server: EmbeddedServer) -> None:
+    """`kill -9` of the postmaster and all of its children, like a power failure.
 
-    The postmaster goes first, as it would start again what it sees dying."""
+    The postmaster is killed first, since it would restart children that exit."""
     pid = server.pid()
-    assert pid is not None, "the server does not run"
-    below = offspring(pid)
-    for each in (pid, *below):
+    assert pid is not None, "the server is not running"
+    children = offspring(pid)
+    for each in (pid, *children):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
-    until(lambda: not any(map(is_alive, (pid, *below))), "the server's processes are gone")
+    until(lambda: not any(map(is_alive, (pid, *children))), "the processes of the server exited")
 
 
-def come_up(server: EmbeddedServer) -> None:
-    """Wait until a server that crashed answers; start it if it has given up by itself.
+def wait_until_up(server: EmbeddedServer) -> None:
+    """Wait until a crashed server accepts connections; start it if its postmaster exited.
 
-    After a crash its postmaster recovers the data; whoever runs servers has somebody to start it again
-    when that fails."""
+    After a crash the postmaster recovers the data. If that fails it exits, and in production a service manager
+    would start it again."""
 
     def answers() -> bool:
         with contextlib.suppress(EmbeddedServerError):
@@ -73,7 +73,7 @@ def come_up(server: EmbeddedServer) -> None:
             return False
         return True
 
-    until(answers, "the server is up again")
+    until(answers, "the server is up")
 
 
 def server_socket(server: EmbeddedServer) -> Path:

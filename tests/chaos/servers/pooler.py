@@ -1,4 +1,4 @@
-"""Debian's PgBouncer in transaction mode, which may be restarted and killed."""
+"""Debian's PgBouncer in transaction mode, which can be restarted and killed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MISSING = "PgBouncer is not installed (apt-get install pgbouncer)"
 
 
 class Pooler:
-    """One PgBouncer in front of one database, on a port that it keeps."""
+    """One PgBouncer in front of one database. It keeps its port across restarts."""
 
     def __init__(self, directory: Path, database: str, *, connections: int = 4) -> None:
         parts = urlsplit(database)
         name = parts.path.lstrip("/")
         host = Path(parse_qs(parts.query)["host"][0])
-        # It refuses to run as root, and the server's socket is open to its own account and root alone.
+        # PgBouncer refuses to run as root, and only root and the server's account may use the server's socket.
         self._account = host.owner() if os.geteuid() == 0 else None
         self._port = _free_port()
         self.url = f"postgresql://howdah@127.0.0.1:{self._port}/{name}"
@@ -47,10 +47,10 @@ class Pooler:
             self._process = subprocess.Popen(
                 [str(PROGRAM), "-q", str(self._settings)], user=self._account, stderr=log
             )
-        until(self._answers, "the pooler listens")
+        until(self._answers, "the pooler accepts connections")
 
     def stop(self) -> int:
-        """At once, as `systemctl restart` would after its patience: clients lose their connections."""
+        """Stop at once, like `systemctl restart` after its timeout: clients lose their connections."""
         return self._end(signal.SIGTERM)
 
     def kill(self) -> int:
@@ -75,12 +75,12 @@ class Pooler:
 
 @contextlib.contextmanager
 def pooler(directory: Path, database: str, *, connections: int = 4) -> Iterator[Pooler]:
-    one = Pooler(directory, database, connections=connections)
-    one.start()
+    pooler = Pooler(directory, database, connections=connections)
+    pooler.start()
     try:
-        yield one
+        yield pooler
     finally:
-        one.kill()
+        pooler.kill()
 
 
 def _free_port() -> int:

@@ -1,10 +1,10 @@
-"""A primary and a standby with streaming replication, and the day on which the primary's machine dies.
+"""A primary and a standby server with streaming replication, and a failover.
 
-    clients ──▶ gate ──▶ primary ──WAL──▶ standby
-                  └────── after `fail_over` ──▶
+    clients ──▶ proxy ──▶ primary ──WAL──▶ standby
+                  └─────── after `fail_over` ──▶
 
-Clients go through one gate that leads to whoever is the primary, or name both gates in one URL and look
-for the server that can write."""
+Clients either use one proxy that leads to the current primary, or name the proxies of both servers in one URL and
+connect to the writable server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from commit_proxy import Gate
-from embedded_servers import SETTINGS, cut_power, server_socket
+from commit_proxy import CommitProxy
+from embedded_servers import SETTINGS, crash, server_socket
 
 from children import until
 from howdah.embedded import EmbeddedServer
@@ -29,15 +29,15 @@ STANDBY = "standby"
 
 
 class Replicas:
-    """Both servers. `url` leads to whichever is the primary; `urls` names both."""
+    """Both servers. `url` leads to the current primary; `urls` names both."""
 
     def __init__(self, directory: Path, *, synchronous: bool) -> None:
         self.synchronous = synchronous
         self.primary = EmbeddedServer(directory / "primary", settings=SETTINGS)
         self.standby = EmbeddedServer(directory / STANDBY, settings=SETTINGS)
         self._make()
-        self._gate = Gate(server_socket(self.primary))
-        self._gates = [Gate(server_socket(each)) for each in (self.primary, self.standby)]
+        self._proxy = CommitProxy(server_socket(self.primary))
+        self._proxies = [CommitProxy(server_socket(s)) for s in (self.primary, self.standby)]
         self._paused: int | None = None
 
     def _make(self) -> None:
@@ -60,22 +60,22 @@ class Replicas:
 
     @property
     def url(self) -> str:
-        """Through the gate that leads to the primary."""
-        return self._gate.url("howdah")
+        """The URL of the proxy that leads to the primary."""
+        return self._proxy.url("howdah")
 
     @property
     def urls(self) -> str:
-        """Both servers in one URL, of which the one that can write is meant."""
-        hosts = ",".join(f"127.0.0.1:{gate.port}" for gate in self._gates)
+        """Both servers in one URL, which selects the writable one."""
+        hosts = ",".join(f"127.0.0.1:{proxy.port}" for proxy in self._proxies)
         return f"postgresql://howdah@{hosts}/howdah?target_session_attrs=read-write"
 
     def wait_until_streaming(self) -> None:
-        """Until the standby follows, synchronously if it should."""
+        """Wait until the standby replicates, synchronously if requested."""
         state = "sync" if self.synchronous else "async"
         until(lambda: self._replication() == [("streaming", state)], f"the standby is {state}")
 
     def wait_until_caught_up(self) -> None:
-        """Until the standby has all that the primary has."""
+        """Wait until the standby has replayed everything."""
         with psycopg.connect(self.primary.url, autocommit=True) as conn:
             until(
                 lambda: (
@@ -93,38 +93,37 @@ class Replicas:
             return conn.execute("SELECT state, sync_state FROM pg_stat_replication").fetchall()
 
     def pause_replication(self) -> None:
-        """Stop the process that sends the WAL: from now on the standby learns nothing."""
+        """Stop the process that sends the WAL, so that the standby falls behind."""
         with psycopg.connect(self.primary.url, autocommit=True) as conn:
             row = _row(conn, "SELECT pid FROM pg_stat_replication")
-        assert row is not None, "nobody replicates"
+        assert row is not None, "no standby is connected"
         self._paused = int(row[0])
         os.kill(self._paused, signal.SIGSTOP)
 
     def fail_over(self) -> None:
-        """The primary's machine dies and the standby takes its place."""
+        """Crash the primary, promote the standby, and redirect the proxy to it."""
         self.promote()
-        self.lead_to_standby()
+        self.redirect_to_standby()
 
     def promote(self) -> None:
-        """The primary's machine dies and the standby becomes a primary, to which the gate does not yet
-        lead."""
-        cut_power(self.primary)
+        """Crash the primary and promote the standby. The proxy still leads to the old primary."""
+        crash(self.primary)
         with psycopg.connect(self.standby.url, autocommit=True) as conn:
             conn.execute("SELECT pg_promote(wait => true)")
 
-    def lead_to_standby(self) -> None:
-        self._gate.lead_to(server_socket(self.standby))
+    def redirect_to_standby(self) -> None:
+        self._proxy.redirect(server_socket(self.standby))
 
     def jobs_of(self, server: EmbeddedServer) -> dict[str, tuple[Any, ...]]:
-        """The jobs as one of the two has them, by id."""
+        """The jobs on one of the two servers, by id."""
         with psycopg.connect(server.url, autocommit=True) as conn:
             rows = conn.execute(
                 "SELECT id::text, status, lease_id, attempts, claims, seq FROM howdah.jobs"
             ).fetchall()
         return {row[0]: row[1:] for row in rows}
 
-    def what_the_dead_primary_knew(self) -> dict[str, tuple[Any, ...]]:
-        """Start the dead machine once more, where no client can reach it, and look."""
+    def jobs_of_crashed_primary(self) -> dict[str, tuple[Any, ...]]:
+        """Start the crashed primary again, where no client reaches it, and read its jobs."""
         self.primary.start()
         try:
             return self.jobs_of(self.primary)
@@ -132,8 +131,8 @@ class Replicas:
             self.primary.stop("immediate")
 
     def close(self) -> None:
-        for gate in (self._gate, *self._gates):
-            gate.close()
+        for proxy in (self._proxy, *self._proxies):
+            proxy.close()
         if self._paused is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._paused, signal.SIGCONT)

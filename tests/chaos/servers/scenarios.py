@@ -1,4 +1,4 @@
-"""The scenarios that need servers of their own or programs besides PostgreSQL, as far as those are there."""
+"""The scenarios with their own servers or extra programs, as far as these programs are installed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SCENARIOS: list[Scenario] = [
     Stalls(),
 ]  # fmt: skip
 MISSING: list[str] = []
-"""What is left out, and why."""
+"""Why the other scenarios are left out."""
 
-if (reason := small_disk.why_not()) is None:
+if (reason := small_disk.unavailable_because()) is None:
     SCENARIOS += [DiskFull(), WalFull()]
 else:
     MISSING.append(reason)

@@ -1,7 +1,7 @@
-"""A server whose disk runs full: its data, or its WAL, lie on a small file system in memory.
+"""A server whose disk becomes full: its data or its WAL are on a small file system in memory.
 
-Full data are an error of the statement that needed room. A full WAL is a panic: the server ends every
-connection, and comes up again only when there is room. Both are real; whoever runs a server gets either."""
+A full data disk is an error of the statement that needed space. A full WAL disk is a panic: the server closes every
+connection, and restarts only when there is space. Both happen in production."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Part: TypeAlias = Literal["data", "wal"]
 
 
-def why_not() -> str | None:
-    """Why there can be no small file system here, or None."""
+def unavailable_because() -> str | None:
+    """Why a small file system cannot be mounted here, or None."""
     if os.geteuid() != 0:
         return "mounting a small file system needs root"
     probe = subprocess.run(
@@ -33,7 +33,7 @@ def why_not() -> str | None:
 
 
 class SmallDisk:
-    """A file system of its own, and a file that takes all the room on it."""
+    """A separate file system, and a file that can take all of its space."""
 
     def __init__(self, mount_point: Path, megabytes: int) -> None:
         self._mount_point = mount_point
@@ -43,7 +43,7 @@ class SmallDisk:
         subprocess.run([*command, str(mount_point)], check=True)
 
     def fill(self) -> int:
-        """Take every byte that is left; how many."""
+        """Take all free space; returns the number of bytes."""
         taken = 0
         with open(self._filler, "ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -58,10 +58,10 @@ class SmallDisk:
 
 
 @contextlib.contextmanager
-def cramped(
+def server_on_small_disk(
     directory: Path, part: Part, megabytes: int = 96
 ) -> Iterator[tuple[EmbeddedServer, SmallDisk]]:
-    """A running server whose data or whose WAL lie on a disk that can be filled."""
+    """A running server whose data or WAL are on a disk that can be filled."""
     wal_size = {"max_wal_size": "48MB", "min_wal_size": "32MB", "wal_recycle": "off"}
     server = EmbeddedServer(directory / "pg", settings=SETTINGS | wal_size)
     server.start()

@@ -1,4 +1,4 @@
-"""The environments themselves: that each does what it says, or the tests that use them prove nothing."""
+"""Tests of the test environments: the chaos tests prove something only if these work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import psycopg
 import pytest
 import small_disk
 from builds import newer_build, pointing_to
-from commit_proxy import Gate
-from embedded_servers import come_up, machine, workspace
+from commit_proxy import CommitProxy
+from embedded_servers import running_server, wait_until_up, workspace
 from replicas import replicas
 
 from children import until
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.slow
 # ── a primary and a standby ───────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("how", ["the gate", "both hosts"])
-async def test_a_standby_that_is_promoted_has_what_was_committed_synchronously(how: str) -> None:
+@pytest.mark.parametrize("how", ["one proxy", "both hosts"])
+async def test_a_promoted_synchronous_standby_has_what_was_committed(how: str) -> None:
     with workspace("pair") as directory, replicas(directory, synchronous=True) as pair:
-        url = pair.url if how == "the gate" else pair.urls
+        url = pair.url if how == "one proxy" else pair.urls
         conn = await asyncpg.connect(url)
         await conn.execute("CREATE TABLE written (n int)")
         await conn.execute("INSERT INTO written VALUES (1)")
@@ -52,7 +52,7 @@ async def test_a_standby_that_is_promoted_has_what_was_committed_synchronously(h
         await conn.close()
 
 
-def test_a_standby_that_followed_late_lacks_what_was_committed_meanwhile() -> None:
+def test_a_standby_that_was_behind_lacks_what_was_committed_in_the_meantime() -> None:
     with workspace("pair") as directory, replicas(directory, synchronous=False) as pair:
         with psycopg.connect(pair.url, autocommit=True) as conn:
             conn.execute("CREATE TABLE written (n int)")
@@ -70,16 +70,18 @@ def test_a_standby_that_followed_late_lacks_what_was_committed_meanwhile() -> No
 WRITE = "INSERT INTO written SELECT n, repeat('x', 2000) FROM generate_series(1, 5000) AS n"
 
 
-def _write_on_and_on(conn: psycopg.Connection[Any]) -> None:
+def _write_until_error(conn: psycopg.Connection[Any]) -> None:
     while True:
         conn.execute(WRITE)
 
 
-@pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.why_not()))
-def test_full_data_are_an_error_of_the_statement_and_room_mends_it() -> None:
+@pytest.mark.skipif(
+    bool(small_disk.unavailable_because()), reason=str(small_disk.unavailable_because())
+)
+def test_a_full_data_disk_fails_the_statement_until_there_is_space() -> None:
     with (
         workspace("disk") as directory,
-        small_disk.cramped(directory, "data") as (server, disk),
+        small_disk.server_on_small_disk(directory, "data") as (server, disk),
         psycopg.connect(server.url, autocommit=True) as conn,
     ):
         conn.execute("CREATE TABLE written (n int, filler text)")
@@ -91,48 +93,53 @@ def test_full_data_are_an_error_of_the_statement_and_room_mends_it() -> None:
         assert conn.execute("SELECT count(*) FROM written").fetchone() == (5000,)
 
 
-@pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.why_not()))
-def test_a_full_wal_ends_the_server_which_comes_up_when_there_is_room() -> None:
-    with workspace("disk") as directory, small_disk.cramped(directory, "wal") as (server, disk):
+@pytest.mark.skipif(
+    bool(small_disk.unavailable_because()), reason=str(small_disk.unavailable_because())
+)
+def test_a_full_wal_disk_crashes_the_server_which_restarts_when_there_is_space() -> None:
+    with (
+        workspace("disk") as directory,
+        small_disk.server_on_small_disk(directory, "wal") as (server, disk),
+    ):
         with psycopg.connect(server.url, autocommit=True) as conn:
             conn.execute("CREATE TABLE written (n int, filler text)")
             conn.execute("INSERT INTO written VALUES (0)")
             disk.fill()
             with pytest.raises(psycopg.OperationalError):
-                _write_on_and_on(conn)
+                _write_until_error(conn)
         disk.free()
-        come_up(server)
+        wait_until_up(server)
         with psycopg.connect(server.url, autocommit=True) as conn:
             assert conn.execute("SELECT count(*) FROM written WHERE n = 0").fetchone() == (1,)
 
 
-# ── the others ────────────────────────────────────────────────────────────────────────────────────
+# ── poolers, clocks and other sessions ────────────────────────────────────────────────────────────
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason=pooler.MISSING)
 def test_a_pooler_keeps_its_port_when_it_is_killed_and_started_again(
     database: str,
 ) -> None:
-    with workspace("pooler") as directory, pooler.pooler(directory, database) as one:
-        for end in (one.stop, one.kill):
-            with psycopg.connect(one.url, autocommit=True, prepare_threshold=None) as conn:
+    with workspace("pooler") as directory, pooler.pooler(directory, database) as bouncer:
+        for end in (bouncer.stop, bouncer.kill):
+            with psycopg.connect(bouncer.url, autocommit=True, prepare_threshold=None) as conn:
                 conn.execute("SELECT 1")
                 end()
                 with pytest.raises(psycopg.OperationalError):
                     conn.execute("SELECT 1")
-            one.start()
-        with psycopg.connect(one.url, autocommit=True, prepare_threshold=None) as conn:
+            bouncer.start()
+        with psycopg.connect(bouncer.url, autocommit=True, prepare_threshold=None) as conn:
             conn.execute("SELECT 1")
 
 
 @pytest.mark.skipif(fake_clock.library() is None, reason=fake_clock.MISSING)
 @pytest.mark.parametrize("seconds", [fake_clock.HOUR, -fake_clock.HOUR])
-def test_a_clock_that_is_off_is_off_in_that_process_and_its_monotonic_clock_is_not(
+def test_a_fake_clock_is_wrong_by_its_offset_and_the_monotonic_clock_is_right(
     seconds: int,
 ) -> None:
     program = "import time; time.sleep(0.01); print(time.time(), time.monotonic())"
     before = time.time(), time.monotonic()
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | fake_clock.off_by(seconds),
         capture_output=True,
@@ -140,16 +147,16 @@ def test_a_clock_that_is_off_is_off_in_that_process_and_its_monotonic_clock_is_n
         text=True,
     ).stdout.split()
     after = time.time(), time.monotonic()
-    assert before[0] + seconds - 1 <= float(said[0]) <= after[0] + seconds + 1
-    assert before[1] <= float(said[1]) <= after[1]
+    assert before[0] + seconds - 1 <= float(output[0]) <= after[0] + seconds + 1
+    assert before[1] <= float(output[1]) <= after[1]
 
 
-def test_a_lock_for_ddl_keeps_everybody_waiting_until_it_is_given_back(database: str) -> None:
+def test_a_ddl_lock_blocks_a_reader_until_it_is_released(database: str) -> None:
     with disturbances.ddl_lock(database) as pid:
         asking = subprocess.Popen(
             [sys.executable, "-c", f"import howdah; howdah.JobQueue({database!r}).counts()"]
         )
-        until(lambda: disturbances.waiting_for(database, pid), "somebody waits")
+        until(lambda: disturbances.waiting_for(database, pid), "the reader waits")
     assert asking.wait(60) == 0
 
 
@@ -164,17 +171,20 @@ def test_a_held_transaction_is_idle_in_a_transaction_with_a_snapshot(database: s
         assert row == ("idle in transaction", True)
 
 
-def test_connections_run_out_and_come_back() -> None:
-    with workspace("limit") as directory, machine(directory / "pg", max_connections="20") as server:
+def test_a_server_without_a_free_connection_slot_refuses_connections_until_one_is_free() -> None:
+    with (
+        workspace("limit") as directory,
+        running_server(directory / "pg", max_connections="20") as server,
+    ):
         with disturbances.no_connection_left(server.url) as taken:
             assert taken > 15
             with pytest.raises(psycopg.OperationalError, match="too many clients"):
                 psycopg.connect(server.url)
-        come_up(server)
+        wait_until_up(server)
 
 
 @pytest.mark.parametrize("concurrently", [False, True])
-def test_indexes_are_whole_after_they_were_built_anew(database: str, concurrently: bool) -> None:
+def test_indexes_are_valid_after_a_reindex(database: str, concurrently: bool) -> None:
     JobQueue(database).enqueue("work")
     disturbances.reindex(database, concurrently=concurrently)
     assert disturbances.indexes_are_valid(database)
@@ -194,16 +204,18 @@ def test_a_process_runs_the_build_that_it_is_pointed_to(tmp_path: Path) -> None:
     assert sql.latest_version() == VERSION - 1
 
 
-def test_a_gate_hangs_up_and_leads_elsewhere(server: EmbeddedServer, database: str) -> None:
-    gate = Gate(server.socket_directory / ".s.PGSQL.5432")
+def test_a_proxy_cuts_connections_and_can_be_redirected(
+    server: EmbeddedServer, database: str
+) -> None:
+    proxy = CommitProxy(server.socket_directory / ".s.PGSQL.5432")
     try:
-        with psycopg.connect(gate.url("howdah"), autocommit=True) as conn:
+        with psycopg.connect(proxy.url("howdah"), autocommit=True) as conn:
             assert conn.execute("SELECT 1").fetchone() == (1,)
-            assert gate.hang_up() == 1
+            assert proxy.cut() == 1
             with pytest.raises(psycopg.OperationalError):
                 conn.execute("SELECT 1")
-        gate.lead_to(Path("/nowhere"))
+        proxy.redirect(Path("/nowhere"))
         with pytest.raises(psycopg.OperationalError):
-            psycopg.connect(gate.url("howdah"))
+            psycopg.connect(proxy.url("howdah"))
     finally:
-        gate.close()
+        proxy.close()

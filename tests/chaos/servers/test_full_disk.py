@@ -1,4 +1,4 @@
-"""What a caller is told when the server has no room left."""
+"""Errors of enqueues while the server's disk is full."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.why_not())),
+    pytest.mark.skipif(
+        bool(small_disk.unavailable_because()), reason=str(small_disk.unavailable_because())
+    ),
 ]
-MANY = 200
-SOME = "no disk space left: could not (extend|write).*No space left.*Nothing was written"
+MANY_JOBS = 200
+ERROR = "no disk space left: could not (extend|write).*No space left.*Nothing was written"
 
 
 def payload() -> dict[str, str]:
-    return {"filler": os.urandom(30_000).hex()}  # nothing that could be compressed
+    return {"filler": os.urandom(30_000).hex()}  # incompressible
 
 
-def enqueue_on_and_on(queue: JobQueue) -> None:
-    """There may be room in pages that the server has already."""
-    for _ in range(MANY):
+def enqueue_many_times(queue: JobQueue) -> None:
+    """The first enqueues may fit into pages that the server has already allocated."""
+    for _ in range(MANY_JOBS):
         queue.enqueue("store", payload())
 
 
-async def aenqueue_on_and_on(queue: AsyncJobQueue) -> None:
-    for _ in range(MANY):
+async def aenqueue_many_times(queue: AsyncJobQueue) -> None:
+    for _ in range(MANY_JOBS):
         await queue.enqueue("store", payload())
 
 
 @pytest.fixture
-def full() -> Iterator[tuple[EmbeddedServer, small_disk.SmallDisk]]:
-    with workspace("disk") as directory, small_disk.cramped(directory, "data") as (server, disk):
+def full_server() -> Iterator[tuple[EmbeddedServer, small_disk.SmallDisk]]:
+    with (
+        workspace("disk") as directory,
+        small_disk.server_on_small_disk(directory, "data") as (server, disk),
+    ):
         queue = JobQueue(server.url)
         queue.pending()
         queue.close()
@@ -50,17 +55,17 @@ def full() -> Iterator[tuple[EmbeddedServer, small_disk.SmallDisk]]:
         yield server, disk
 
 
-def test_an_enqueue_says_that_the_disk_is_full_and_works_when_there_is_room(
-    full: tuple[EmbeddedServer, small_disk.SmallDisk],
+def test_an_enqueue_on_a_full_disk_raises_database_full_and_works_when_there_is_space(
+    full_server: tuple[EmbeddedServer, small_disk.SmallDisk],
 ) -> None:
-    server, disk = full
+    server, disk = full_server
     queue = JobQueue(server.url)
     try:
-        with pytest.raises(DatabaseFull, match=SOME) as refused:
-            enqueue_on_and_on(queue)
+        with pytest.raises(DatabaseFull, match=ERROR) as error:
+            enqueue_many_times(queue)
         with pytest.raises(DatabaseFull, match="howdah clear"):
-            queue.enqueue_many([("store", payload()) for _ in range(MANY)])
-        assert is_transient(refused.value)
+            queue.enqueue_many([("store", payload()) for _ in range(MANY_JOBS)])
+        assert is_transient(error.value)
         disk.free()
         handle = queue.enqueue("store", payload())
         assert queue.get(handle).status == "pending"
@@ -68,12 +73,14 @@ def test_an_enqueue_says_that_the_disk_is_full_and_works_when_there_is_room(
         queue.close()
 
 
-async def test_so_does_an_awaited_one(full: tuple[EmbeddedServer, small_disk.SmallDisk]) -> None:
-    server, disk = full
+async def test_an_async_enqueue_on_a_full_disk_raises_database_full_and_works_when_there_is_space(
+    full_server: tuple[EmbeddedServer, small_disk.SmallDisk],
+) -> None:
+    server, disk = full_server
     queue = AsyncJobQueue(server.url)
     try:
-        with pytest.raises(DatabaseFull, match=SOME):
-            await aenqueue_on_and_on(queue)
+        with pytest.raises(DatabaseFull, match=ERROR):
+            await aenqueue_many_times(queue)
         disk.free()
         handle = await queue.enqueue("store", payload())
         assert (await queue.get(handle)).status == "pending"

@@ -1,4 +1,4 @@
-"""Servers that fail, under load: nothing is lost, nothing ends twice, and work resumes by itself."""
+"""Faults of servers and clients under load: no job is lost, no job ends twice, and work resumes by itself."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ from howdah.chaos.history import History
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import Play
+    from conftest import RunScenario
     from howdah.chaos.run import Verdict
 
 pytestmark = pytest.mark.slow
 
 
-def assert_kept(verdict: Verdict, *struck: str) -> None:
-    """Every promise was kept, though these faults found jobs in the middle."""
+def assert_kept(verdict: Verdict, *faults: str) -> None:
+    """Every promise was kept, and each of these faults hit a job in flight."""
     assert [str(finding) for finding in verdict.findings] == []
     assert (verdict.notes, verdict.missed) == ([], [])
     assert verdict.acknowledged > 100
-    assert [name for name in struck if not verdict.hits.get(name)] == []
+    assert [name for name in faults if not verdict.hits.get(name)] == []
 
 
 @pytest.mark.parametrize("scenario", [FailOver, FailOverByName])
-def test_a_synchronous_standby_that_takes_over_has_everything(
-    play: Play, scenario: type[FailOver]
+def test_a_failover_to_a_synchronous_standby_keeps_every_promise(
+    run_scenario: RunScenario, scenario: type[FailOver]
 ) -> None:
-    assert_kept(play(scenario()), "fail over")
+    assert_kept(run_scenario(scenario()), "fail over")
 
 
-def test_what_an_asynchronous_standby_lacks_is_reported_by_id(play: Play, tmp_path: Path) -> None:
+def test_jobs_that_an_asynchronous_standby_lacks_are_reported_by_id(
+    run_scenario: RunScenario, tmp_path: Path
+) -> None:
     scenario = FailOverWithLoss()
-    verdict = play(scenario)
+    verdict = run_scenario(scenario)
     assert_kept(verdict, "fail over")
-    # What the checker says is gone, against what is on the dead primary's disk and was acknowledged.
+    # Jobs that the checker reports as gone, compared with acknowledged jobs on the crashed primary's disk.
     acknowledged = {
         job for job, _, _ in History(ledger.read(tmp_path / ledger.FILE)).acknowledged()
     }
@@ -60,46 +62,52 @@ def test_what_an_asynchronous_standby_lacks_is_reported_by_id(play: Play, tmp_pa
     assert gone
 
 
-no_disk = pytest.mark.skipif(bool(small_disk.why_not()), reason=str(small_disk.why_not()))
+no_disk = pytest.mark.skipif(
+    bool(small_disk.unavailable_because()), reason=str(small_disk.unavailable_because())
+)
 
 
 @no_disk
 @pytest.mark.parametrize("scenario", [DiskFull, WalFull])
-def test_a_disk_that_ran_full_loses_nothing(play: Play, scenario: type[DiskFull]) -> None:
-    assert_kept(play(scenario()), scenario.name)
+def test_a_full_disk_breaks_no_promise(run_scenario: RunScenario, scenario: type[DiskFull]) -> None:
+    assert_kept(run_scenario(scenario()), scenario.name)
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason=pooler.MISSING)
-def test_a_pooler_may_be_restarted_and_killed(play: Play) -> None:
-    assert_kept(play(Pooled()), "restart the pooler", "kill the pooler")
+def test_restarts_and_kills_of_a_pooler_break_no_promise(run_scenario: RunScenario) -> None:
+    assert_kept(run_scenario(Pooled()), "restart the pooler", "kill the pooler")
 
 
 @pytest.mark.skipif(fake_clock.library() is None, reason=fake_clock.MISSING)
 @pytest.mark.parametrize("hour", [fake_clock.HOUR, -fake_clock.HOUR])
-def test_the_clocks_of_workers_and_producers_do_not_matter(play: Play, hour: int) -> None:
-    assert_kept(play(WrongClocks(hour)), "kill worker")
+def test_wrong_clocks_of_workers_and_producers_break_no_promise(
+    run_scenario: RunScenario, hour: int
+) -> None:
+    assert_kept(run_scenario(WrongClocks(hour)), "kill worker")
 
 
-def test_what_others_do_to_the_database_costs_nothing_but_time(play: Play) -> None:
-    verdict = play(Neighbours())
+def test_locks_reindexes_and_full_connection_slots_break_no_promise(
+    run_scenario: RunScenario,
+) -> None:
+    verdict = run_scenario(Neighbours())
     assert_kept(verdict, "lock for DDL", "no connection left", "REINDEX", "REINDEX CONCURRENTLY")
     assert verdict.planned["hold a transaction"]
 
 
-def test_an_answer_that_never_came_is_asked_for_again_and_nothing_is_done_twice(
-    play: Play,
+def test_statements_whose_reply_was_cut_are_resent_and_no_promise_is_broken(
+    run_scenario: RunScenario,
 ) -> None:
     scenario = CutCommits()
-    verdict = play(scenario)
+    verdict = run_scenario(scenario)
     assert_kept(verdict, *(f"cut {called}" for called in CALLS))
     counts = scenario.cutter.counts()
     assert sum(counts.values()) >= 100
     assert all(counts[called, committed] for called in CALLS for committed in (True, False))
 
 
-def test_old_workers_go_on_while_the_next_release_migrates_and_takes_over(play: Play) -> None:
-    assert_kept(play(RollingUpgrade()), "replace worker")
+def test_a_rolling_upgrade_to_the_next_release_breaks_no_promise(run_scenario: RunScenario) -> None:
+    assert_kept(run_scenario(RollingUpgrade()), "replace worker")
 
 
-def test_an_event_loop_that_stands_still_costs_no_lease(play: Play) -> None:
-    assert_kept(play(Stalls(), lease=1.0), "stall")
+def test_a_blocked_event_loop_loses_no_lease(run_scenario: RunScenario) -> None:
+    assert_kept(run_scenario(Stalls(), lease=1.0), "stall")

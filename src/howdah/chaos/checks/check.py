@@ -1,4 +1,4 @@
-"""What the checks share: what a finding is, what is known of a job, and which faults may excuse what."""
+"""What the checks share: findings, the record of a job, and the faults that may excuse an irregularity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from howdah.chaos.history import Database, Enqueue, History, Lease, Row, Window
+    from howdah.chaos.history import Database, Enqueue, FaultWindow, History, Lease, Row
     from howdah.chaos.ledger import Line
 
 PROMISES = {
@@ -28,7 +28,7 @@ FINAL = ("completed", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken promise: which, of which job, in words, and the lines of the ledger that prove it."""
+    """A broken promise: which one, which job, a sentence, and the ledger lines that prove it."""
 
     promise: str
     job: str
@@ -41,8 +41,8 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Case:
-    """One job: what the ledger has of it, and what the database."""
+class JobRecord:
+    """One job: its leases in the ledger, its rows in the database, and its enqueue."""
 
     id: str
     leases: list[Lease]
@@ -50,45 +50,45 @@ class Case:
     enqueue: Enqueue | None
 
 
-class Judge:
-    """The history and the rows that a check looks at. Each check is a subclass."""
+class Check:
+    """The history and the rows that a check reads. Each check is a subclass."""
 
     def __init__(self, history: History, database: Database, lease: float) -> None:
         self.history = history
         self.database = database
         self.lease = lease
         self.failing = times(history.windows_of("connection", "server"))
-        """When statements failed, and might yet have been committed."""
+        """When statements failed, although they may have been committed."""
         self.delays = times(history.windows_of("delay"))
         self.common = sorted(self.failing + self.delays)
-        self.of_worker: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self.by_worker: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for window in history.windows_of("worker"):
             if window.target is not None:
-                self.of_worker[window.target] += times([window])
+                self.by_worker[window.target] += times([window])
 
-    def check(self, cases: Iterable[Case]) -> Iterator[Finding]:
-        """What is wrong with each job, and with all of them together."""
+    def check(self, records: Iterable[JobRecord]) -> Iterator[Finding]:
+        """The findings about single jobs, and about all jobs together."""
         raise NotImplementedError
 
     def worker_faults(self, worker: int) -> list[tuple[float, float]]:
-        """When something kept a worker from its work."""
-        return self.common + self.of_worker[worker]
+        """When a fault kept a worker from its work."""
+        return self.common + self.by_worker[worker]
 
 
 def successions(leases: list[Lease]) -> Iterator[tuple[Lease, Lease]]:
-    """Every lease with each of the same job that is certainly later: asked for after the first one was
-    known. A worker may hear of its claim, and write it down, long after others have the job."""
+    """Every lease, paired with each lease of the same job that is certainly later: requested after the first one
+    was recorded. A worker may receive and record its claim long after other workers claimed the job."""
     for first in leases:
         for second in leases:
             if second.claim is not None and second.claim["asked"] > first.began:
                 yield first, second
 
 
-def times(windows: Iterable[Window]) -> list[tuple[float, float]]:
-    """From when to when each lasted."""
+def times(windows: Iterable[FaultWindow]) -> list[tuple[float, float]]:
+    """The begin and the end of each window."""
     return [(window.begin.t, window.until()) for window in windows]
 
 
 def numbers(*lines: Line | None) -> tuple[int, ...]:
-    """The numbers of the lines that prove something."""
+    """The numbers of the lines that prove a finding."""
     return tuple(line.number for line in lines if line is not None)

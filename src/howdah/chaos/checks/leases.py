@@ -1,4 +1,4 @@
-"""P2 and P3: a job ends once, under the only lease that lives, and no stale write is accepted."""
+"""P2 and P3: a job ends once, under its only live lease, and no stale write is accepted."""
 
 from __future__ import annotations
 
@@ -7,54 +7,53 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from howdah.chaos.checks.check import Finding, Judge, numbers, successions
+from howdah.chaos.checks.check import Check, Finding, numbers, successions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from howdah.chaos.checks.check import Case
+    from howdah.chaos.checks.check import JobRecord
     from howdah.chaos.history import Database, History
     from howdah.chaos.ledger import Line
 
-
-TICK = 0.02
+CLOCK_TOLERANCE_SECONDS = 0.02
 """Seconds by which two clocks of one host may differ over a lease."""
 
 
-class Leases(Judge):
-    """Ends, leases and fences."""
+class LeaseCheck(Check):
+    """The ends, leases and fences of each job."""
 
     def __init__(self, history: History, database: Database, lease: float) -> None:
         super().__init__(history, database, lease)
         durable = sorted(history.durable())
         self._answered = [answered for answered, _ in durable]
-        # Of all that was answered until then, when the last one of it was asked for.
+        # For each reply, the latest request among the replies up to it.
         self._asked_by = list(itertools.accumulate((asked for _, asked in durable), max))
 
-    def check(self, cases: Iterable[Case]) -> Iterator[Finding]:
-        for case in cases:
-            yield from self.ended_twice(case)
-            yield from self.live_leases(case)
-            yield from self.stale_writes(case)
+    def check(self, records: Iterable[JobRecord]) -> Iterator[Finding]:
+        for record in records:
+            yield from self.ended_twice(record)
+            yield from self.live_leases(record)
+            yield from self.stale_writes(record)
         yield from self.failed_twice()
 
-    def ended_twice(self, case: Case) -> Iterator[Finding]:
+    def ended_twice(self, record: JobRecord) -> Iterator[Finding]:
         """More than one accepted end."""
-        if len(case.rows) > 1:
-            yield Finding("P2", case.id, f"has {len(case.rows)} rows: it ended more than once")
-        ends = [line for lease in case.leases for line in lease.accepted if line["final"]]
-        # A repeated completion under one fence is the same one, told again.
+        if len(record.rows) > 1:
+            yield Finding("P2", record.id, f"has {len(record.rows)} rows: it ended more than once")
+        ends = [line for lease in record.leases for line in lease.accepted if line["final"]]
+        # A repeated completion under one fence is the same completion, sent again.
         if len({(line["fence"], line["what"]) for line in ends}) > 1:
-            yield Finding("P2", case.id, "two ends were accepted", numbers(*ends))
+            yield Finding("P2", record.id, "two ends were accepted", numbers(*ends))
         for end in ends:
-            for lease in case.leases:
+            for lease in record.leases:
                 if lease.claim is not None and lease.claim["asked"] > end.t:
                     what = "was claimed again after its end was accepted"
-                    yield Finding("P2", case.id, what, numbers(end, lease.claim))
+                    yield Finding("P2", record.id, what, numbers(end, lease.claim))
 
-    def live_leases(self, case: Case) -> Iterator[Finding]:
-        """A claim that was answered while an earlier lease cannot have run out, nor been given up."""
-        for first, second in successions(case.leases):
+    def live_leases(self, record: JobRecord) -> Iterator[Finding]:
+        """A claim that was answered while an earlier lease can neither have expired nor been acknowledged."""
+        for first, second in successions(record.leases):
             if first.claim is None or second.claim is None:
                 continue
             answered = second.claim.t
@@ -64,43 +63,43 @@ class Leases(Judge):
                 continue
             if self._is_undone(first.claim, second.claim):
                 continue
-            if answered < last["asked"] + self.lease - TICK:
+            if answered < last["asked"] + self.lease - CLOCK_TOLERANCE_SECONDS:
                 what = (
                     f"was claimed again {answered - last['asked']:.2f} s after its lease of "
                     f"{self.lease:g} s was set"
                 )
-                yield Finding("P3", case.id, what, numbers(first.claim, last, second.claim))
-        yield from self._claimed_at_once(case)
+                yield Finding("P3", record.id, what, numbers(first.claim, last, second.claim))
+        yield from self._claimed_at_once(record)
 
-    def stale_writes(self, case: Case) -> Iterator[Finding]:
-        """Something accepted under a fence, asked for after a later claim had been answered."""
-        for first, second in successions(case.leases):
+    def stale_writes(self, record: JobRecord) -> Iterator[Finding]:
+        """A write accepted under a fence although it was sent after a later claim was answered."""
+        for first, second in successions(record.leases):
             if second.claim is None:
                 continue
             for line in (*first.accepted, *first.beats):
-                # Asked for more than once where the first answer was lost: the first may have counted.
+                # A write whose first reply was lost is sent again: the first send may have taken effect.
                 asked = min(
                     [line["asked"], *(i.t for i in first.invoked if line in first.accepted)]
                 )
                 if asked > second.claim.t:
                     what = f"a stale fence was accepted ({line.get('what', 'extend')})"
-                    yield Finding("P3", case.id, what, numbers(second.claim, line))
-        done = case.rows[0] if case.rows else None
+                    yield Finding("P3", record.id, what, numbers(second.claim, line))
+        done = record.rows[0] if record.rows else None
         if done is not None and done.status == "completed" and done.lease_id is not None:
-            known = {lease.fence for lease in case.leases}
-            if case.leases and done.lease_id not in known:
-                yield Finding("P3", case.id, "was completed under a fence that nobody was given")
+            known = {lease.fence for lease in record.leases}
+            if record.leases and done.lease_id not in known:
+                yield Finding("P3", record.id, "was completed under a fence that no claim returned")
 
     def failed_twice(self) -> Iterator[Finding]:
-        """One attempt that failed twice, by the events in the database."""
-        for (job, attempt), times in Counter(self.database.errors).items():
-            if times > 1:
-                yield Finding("P2", job, f"attempt {attempt} failed {times} times")
+        """One attempt with two error events in the database."""
+        for (job, attempt), count in Counter(self.database.errors).items():
+            if count > 1:
+                yield Finding("P2", job, f"attempt {attempt} failed {count} times")
 
-    def _claimed_at_once(self, case: Case) -> Iterator[Finding]:
-        """Two claims under way at the same time, both of which got the job: whichever was first, its
-        lease had not run out when the other one was answered."""
-        for one, other in itertools.combinations(case.leases, 2):
+    def _claimed_at_once(self, record: JobRecord) -> Iterator[Finding]:
+        """Two concurrent claims that both returned the job: whichever was first, its lease had not expired
+        when the other claim was answered."""
+        for one, other in itertools.combinations(record.leases, 2):
             a, b = one.claim, other.claim
             if a is None or b is None or a["asked"] > b.t or b["asked"] > a.t:
                 continue
@@ -109,14 +108,16 @@ class Leases(Judge):
                 continue
             if self._is_undone(a, b) or self._is_undone(b, a):
                 continue
-            if answered < min(a["asked"], b["asked"]) + self.lease - TICK:
-                yield Finding("P3", case.id, "was given to two claims at once", numbers(a, b))
+            if answered < min(a["asked"], b["asked"]) + self.lease - CLOCK_TOLERANCE_SECONDS:
+                yield Finding(
+                    "P3", record.id, "was returned by two concurrent claims", numbers(a, b)
+                )
 
     def _is_undone(self, first: Line, second: Line) -> bool:
-        """Whether a crash of the server between the two took the first claim back: the only statement that
-        commits without waiting for the disk. Then the next one counts claims from the same number again,
-        and nothing that was asked for later, and does wait for the disk, can have been answered before the
-        crash, as that would have flushed the claim as well. Such a lease never was, and its fence is void."""
+        """Whether a crash of the server between the two undid the first claim. A claim is the only statement that
+        commits without waiting for the disk. Then the second claim returns the same claim count, and no durable
+        statement sent after the first claim was answered before the crash, since that would have flushed the
+        claim too. Such a lease never existed, and its fence is void."""
         if first["durable"] or second["claims"] > first["claims"]:
             return False
         return any(
@@ -127,6 +128,6 @@ class Leases(Judge):
         )
 
     def _is_flushed(self, since: float, until: float) -> bool:
-        """Whether something durable was asked for and answered in this time."""
+        """Whether a durable statement was sent and answered in this time."""
         count = bisect.bisect_left(self._answered, until)
         return count > 0 and self._asked_by[count - 1] > since

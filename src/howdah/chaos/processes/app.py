@@ -1,5 +1,5 @@
-"""The app whose workers a chaos run kills: quick jobs, slow jobs, ones that fail, and ones that should never
-have been written. What each run does goes to the ledger."""
+"""The app whose workers a chaos run kills: quick jobs, slow jobs, jobs that fail, and jobs that harm their worker.
+Every run of a handler is recorded in the ledger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from howdah.app import App
 from howdah.chaos import ledger
 from howdah.chaos.processes import recording_stores
-from howdah.chaos.processes.supervisor import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
+from howdah.chaos.processes.environment import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.context import Context, current
 from howdah.database import connection
 from howdah.protocol.schema_name import quote_schema
@@ -26,70 +26,70 @@ if TYPE_CHECKING:
 
 SCHEMA = os.environ.get(SCHEMA_VARIABLE, "howdah")
 LEASE = float(os.environ.get(LEASE_VARIABLE, "2"))
-SOON = Retry.fixed(0.05)
+QUICK_RETRY = Retry.fixed(0.05)
 
 _ledger = ledger.from_environment()
 if _ledger is not None:
-    recording_stores.watch(_ledger, LEASE)
+    recording_stores.install(_ledger, LEASE)
 
 app = App(schema=SCHEMA, lease=LEASE)
 
 
-def note(kind: str, context: Context, **more: Any) -> None:
-    """Write a line about this run."""
+def record(kind: str, context: Context, **more: Any) -> None:
+    """Write a ledger line about this run of a handler."""
     if _ledger is not None:
         _ledger.write(kind, job=context.id, fence=context.lease_id, attempt=context.attempt, **more)
 
 
 @app.middleware
-def witness(context: Context) -> Iterator[None]:
-    """Around every run: that it began, and that it did its work."""
-    note("start", context)
+def record_run(context: Context) -> Iterator[None]:
+    """Record that a handler started, and that it did its work."""
+    record("start", context)
     yield
-    note("effect", context)
+    record("effect", context)
 
 
-# ── what most jobs are like ───────────────────────────────────────────────────────────────────────
+# ── plain jobs ────────────────────────────────────────────────────────────────────────────────────
 
 
 @app.task(name="chaos.quick", max_attempts=5)
 async def quick(tag: str) -> None:
-    """Ends at once."""
+    """Returns immediately."""
 
 
 @app.task(name="chaos.nap", max_attempts=5)
 async def nap(tag: str, seconds: float = 0.05) -> str:
-    """Takes a moment, and has a result."""
+    """Sleeps, and returns a result."""
     await asyncio.sleep(seconds)
     return tag
 
 
 @app.task(name="chaos.thread", max_attempts=5)
 def thread(tag: str, seconds: float = 0.02) -> None:
-    """In a thread."""
+    """Runs in a thread."""
     time.sleep(seconds)
 
 
-@app.task(name="chaos.ordered", max_attempts=5, retry=SOON)
+@app.task(name="chaos.ordered", max_attempts=5, retry=QUICK_RETRY)
 async def ordered(tag: str, n: int) -> None:
-    """One of several with the same ordering key; every seventh fails at first."""
+    """One of several with the same ordering key; every seventh fails in its first attempt."""
     await asyncio.sleep(0.005)
     if n % 7 == 0 and current().attempt == 1:
         raise OSError("not yet")
 
 
-@app.task(name="chaos.flaky", max_attempts=4, retry=SOON)
+@app.task(name="chaos.flaky", max_attempts=4, retry=QUICK_RETRY)
 async def flaky(tag: str, failures: int = 1) -> None:
-    """Fails so many times."""
+    """Fails in its first attempts."""
     if current().attempt <= failures:
         raise OSError(f"failure {current().attempt} of {failures}")
 
 
-@app.task(name="chaos.once", max_attempts=5, retry=SOON)
+@app.task(name="chaos.once", max_attempts=5, retry=QUICK_RETRY)
 async def once(tag: str) -> None:
-    """Its row and its completion in one transaction: exactly once, whatever happens to the worker."""
+    """Commits its row and its completion in one transaction: exactly once, even if the worker is killed."""
     context, asked = current(), time.monotonic()
-    # A line that goes dead in a transaction would keep the job locked for as long as it is waited for.
+    # A dead connection inside the transaction would keep the job locked until the timeout.
     conn = await connection.connect_async(
         os.environ["HOWDAH_DATABASE_URL"], timeout=3, command_timeout=3
     )
@@ -100,31 +100,31 @@ async def once(tag: str) -> None:
                 context.id,
                 tag,
             )
-            note("effect", context)
+            record("effect", context)
             await app.aqueue.complete(context.completion(), conn=conn)
     finally:
         conn.terminate()
-    note("ack-accepted", context, what="complete", final=True, asked=asked)
+    record("ack-accepted", context, what="complete", final=True, asked=asked)
 
 
-# ── poison ────────────────────────────────────────────────────────────────────────────────────────
+# ── results and exceptions that cannot be stored ──────────────────────────────────────────────────
 
 
-class Unspeakable(Exception):
-    """An exception that cannot even be described."""
+class UnprintableError(Exception):
+    """An exception without a text: its `__str__` raises."""
 
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("this exception has no text")
 
 
-@app.task(name="chaos.poison", max_attempts=2, retry=SOON)
+@app.task(name="chaos.poison", max_attempts=2, retry=QUICK_RETRY)
 async def poison(tag: str, kind: str) -> Any:
-    """Results and exceptions that no database can store."""
+    """Results and exceptions that the database cannot store."""
     match kind:
         case "nul":
             raise ValueError("a NUL \x00 and a surrogate \ud800 in an exception")
-        case "unspeakable":
-            raise Unspeakable
+        case "unprintable":
+            raise UnprintableError
         case "nan":
             return float("nan")
         case "huge":
@@ -135,7 +135,7 @@ async def poison(tag: str, kind: str) -> Any:
             return "\x00\ud800"
 
 
-# ── handlers that should never have been written ─────────────────────────────────────────────────
+# ── handlers that harm their worker ───────────────────────────────────────────────────────────────
 
 
 @app.task(name="chaos.killer", max_attempts=2)
@@ -146,13 +146,13 @@ async def killer(tag: str) -> None:
 
 @app.task(name="chaos.staller", max_attempts=3)
 async def staller(tag: str, seconds: float = 1.0) -> None:
-    """Keeps the event loop from turning."""
+    """Blocks the event loop."""
     time.sleep(seconds)  # noqa: ASYNC251
 
 
 @app.task(name="chaos.deaf", max_attempts=3)
 async def deaf(tag: str, seconds: float = 0.5) -> None:
-    """Swallows every cancellation."""
+    """Ignores every cancellation."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(asyncio.CancelledError):
@@ -161,7 +161,7 @@ async def deaf(tag: str, seconds: float = 0.5) -> None:
 
 @app.task(name="chaos.forker", max_attempts=3)
 def forker(tag: str) -> None:
-    """Forks, and its child ends in its own way."""
+    """Forks; the child exits with a code of 7."""
     child = os.fork()
     if child == 0:
         os._exit(7)
@@ -170,22 +170,22 @@ def forker(tag: str) -> None:
 
 if find_spec("pebble") is not None:
 
-    @app.task(name="chaos.segfault", max_attempts=2, retry=SOON, run_in="process")
+    @app.task(name="chaos.segfault", max_attempts=2, retry=QUICK_RETRY, run_in="process")
     def segfault(tag: str) -> None:
         """Crashes its process."""
         ctypes.string_at(0)
 
     @app.task(
-        name="chaos.glutton", max_attempts=2, retry=SOON, run_in="process",
+        name="chaos.glutton", max_attempts=2, retry=QUICK_RETRY, run_in="process",
         memory_limit=512 * 1024 * 1024,
     )  # fmt: skip
     def glutton(tag: str) -> None:
-        """Takes all the memory that it gets, and is stopped at its limit."""
-        hoard = []
+        """Allocates memory until it is stopped at its limit."""
+        blocks = []
         while True:
-            hoard.append(bytearray(64 * 1024 * 1024))
+            blocks.append(bytearray(64 * 1024 * 1024))
 
     @app.task(name="chaos.process", max_attempts=5, run_in="process")
     def process(tag: str, seconds: float = 0.02) -> None:
-        """In a process of its own."""
+        """Runs in a separate process."""
         time.sleep(seconds)

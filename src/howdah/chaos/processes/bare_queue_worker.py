@@ -1,5 +1,5 @@
-"""A worker that does without `howdah worker`: a loop of one's own on a bare `JobQueue`, as some users write it.
-Claims a few jobs, extends their leases, completes them, fails some, and gives back what is left at SIGTERM.
+"""A worker without `howdah worker`: a user-written loop on a bare `JobQueue`. It claims a few jobs, extends their
+leases, completes them, fails some, and releases the rest at SIGTERM.
 
     python -m howdah.chaos.processes.bare_queue_worker
 """
@@ -7,15 +7,19 @@ Claims a few jobs, extends their leases, completes them, fails some, and gives b
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import signal
 import time
 from typing import TYPE_CHECKING
 
-from howdah.chaos.ledger import Ledger, from_environment
 from howdah.chaos.processes import recording_stores
-from howdah.chaos.processes.supervisor import BARE, COMMAND_TIMEOUT, LEASE_VARIABLE, SCHEMA_VARIABLE
+from howdah.chaos.processes.environment import (
+    BARE,
+    COMMAND_TIMEOUT_SECONDS,
+    LEASE_VARIABLE,
+    SCHEMA_VARIABLE,
+    required_ledger,
+    start_logging,
+)
 from howdah.database.connection import DatabaseError
 from howdah.errors import HowdahError, LeaseLost
 from howdah.queue import JobQueue
@@ -23,86 +27,85 @@ from howdah.queue import JobQueue
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from howdah.chaos.ledger import Ledger
     from howdah.model import Job
 
-BATCH = 5
-IDLE = 0.05
+BATCH_JOBS = 5
+POLL_SECONDS = 0.05
 
 
-class Bare:
-    """One process's loop."""
+class BareQueueWorker:
+    """The loop of one process."""
 
     def __init__(self, url: str, schema: str, lease: float, ledger: Ledger) -> None:
         self._queue = JobQueue(
-            url, schema=schema, lease=lease, create=False, command_timeout=COMMAND_TIMEOUT
+            url, schema=schema, lease=lease, create=False, command_timeout=COMMAND_TIMEOUT_SECONDS
         )
         self._ledger = ledger
         self._lease = lease
-        self._mine: dict[UUID, Job] = {}
-        self._extended = 0.0
-        self.stopping = False
+        self._claimed: dict[UUID, Job] = {}
+        self._extended_at = 0.0
+        self._stopping = False
 
     def run(self) -> None:
-        """Until it is told to stop."""
-        while not self.stopping:
-            # What it had when the database went away is somebody else's after the lease.
+        """Work until `stop` is called."""
+        while not self._stopping:
+            # Jobs claimed before the database became unreachable go to other workers when their leases expire.
             with contextlib.suppress(HowdahError, DatabaseError):
-                self._round()
+                self._run_batch()
         with contextlib.suppress(HowdahError, DatabaseError):
-            self._queue.release(list(self._mine.values()))
+            self._queue.release(list(self._claimed.values()))
         self._queue.close()
 
-    def _round(self) -> None:
-        self._extended = time.monotonic()
-        self._mine = {job.id: job for job in self._queue.claim(BARE, batch_size=BATCH)}
-        if not self._mine:
-            time.sleep(IDLE)
-        while self._mine and not self.stopping:
-            self._work(next(iter(self._mine.values())))
+    def stop(self) -> None:
+        """End `run` after the current job."""
+        self._stopping = True
 
-    def _work(self, job: Job) -> None:
-        self._note("start", job)
+    def _run_batch(self) -> None:
+        self._extended_at = time.monotonic()
+        self._claimed = {job.id: job for job in self._queue.claim(BARE, batch_size=BATCH_JOBS)}
+        if not self._claimed:
+            time.sleep(POLL_SECONDS)
+        while self._claimed and not self._stopping:
+            self._run_job(next(iter(self._claimed.values())))
+
+    def _run_job(self, job: Job) -> None:
+        self._record("start", job)
         until = time.monotonic() + job.data["seconds"]
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, self._lease / 10))
-            self._keep()
+            self._extend_leases()
         with contextlib.suppress(LeaseLost):
             if job.attempts <= job.data["failures"]:
                 self._queue.fail(job, "not yet", delay=0.05)
             else:
-                self._note("effect", job)
+                self._record("effect", job)
                 self._queue.complete(job, {"by": os.getpid()})
-        self._mine.pop(job.id, None)
+        self._claimed.pop(job.id, None)
 
-    def _keep(self) -> None:
-        """Extend the leases of all that it has, now and then."""
-        if time.monotonic() - self._extended > self._lease / 4:
-            self._extended = time.monotonic()
-            # It notices of what was lost when it acknowledges it: too late is no harm.
+    def _extend_leases(self) -> None:
+        """Extend the leases of all claimed jobs, every quarter of a lease."""
+        if time.monotonic() - self._extended_at > self._lease / 4:
+            self._extended_at = time.monotonic()
+            # A lost lease is detected when its job is acknowledged, which is soon enough.
             with contextlib.suppress(LeaseLost):
-                self._queue.extend(list(self._mine.values()))
+                self._queue.extend(list(self._claimed.values()))
 
-    def _note(self, kind: str, job: Job) -> None:
-        about = {"job": job.id, "fence": job.lease_id, "attempt": job.attempts}
-        self._ledger.write(kind, about)
+    def _record(self, kind: str, job: Job) -> None:
+        fields = {"job": job.id, "fence": job.lease_id, "attempt": job.attempts}
+        self._ledger.write(kind, fields)
 
 
 def main() -> None:
     """Work until SIGTERM."""
-    ledger = from_environment()
-    if ledger is None:
-        raise SystemExit("this worker is a part of a chaos run and needs its ledger.")
+    ledger = required_ledger()
     lease = float(os.environ[LEASE_VARIABLE])
-    recording_stores.watch(ledger, lease)
-    bare = Bare(os.environ["HOWDAH_DATABASE_URL"], os.environ[SCHEMA_VARIABLE], lease, ledger)
-
-    def stop(number: int, frame: object) -> None:
-        bare.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    logging.basicConfig(level=logging.INFO)
-    logging.getLogger(__name__).info("bare worker started")
-    bare.run()
+    recording_stores.install(ledger, lease)
+    worker = BareQueueWorker(
+        os.environ["HOWDAH_DATABASE_URL"], os.environ[SCHEMA_VARIABLE], lease, ledger
+    )
+    start_logging(__name__, "bare worker started", on_stop=worker.stop)
+    worker.run()
 
 
 if __name__ == "__main__":

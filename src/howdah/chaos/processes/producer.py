@@ -1,7 +1,6 @@
-"""A producer: enqueues in every way there is until it is told to stop, and writes to the ledger what it asked
-for and what it was told.
+"""A producer: enqueues in every supported way until SIGTERM, and records each request and its reply in the ledger.
 
-    python -m howdah.chaos.processes.producer --number 1 --seed 7 --rate 60 --misfits
+python -m howdah.chaos.processes.producer --number 1 --seed 7 --rate 60 --harmful
 """
 
 from __future__ import annotations
@@ -9,15 +8,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import logging
 import os
-import signal
 import time
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from howdah.chaos.ledger import Ledger, from_environment
-from howdah.chaos.processes.supervisor import BARE, COMMAND_TIMEOUT, SCHEMA_VARIABLE
+from howdah.chaos.processes.environment import (
+    BARE,
+    COMMAND_TIMEOUT_SECONDS,
+    SCHEMA_VARIABLE,
+    required_ledger,
+    start_logging,
+)
 from howdah.database import connection
 from howdah.database.connection import DatabaseError
 from howdah.errors import HowdahError, InvalidJob
@@ -27,21 +29,24 @@ from howdah.queue import JobQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-KEYS = 3
-BULK = 40
-TIMEOUT = 10.0
+    from howdah.chaos.ledger import Ledger
+
+ORDERING_KEYS = 3
+BULK_JOBS = 40
+TIMEOUT_SECONDS = 10.0
+BACKLOG_CHECK_SECONDS = 1.0
 PRIORITIES = (EXPLICIT, DISCOVERED, BACKFILL)
-POISON_RESULTS = ("nul", "unspeakable", "nan", "huge", "object", "text")
+POISON_RESULTS = ("nul", "unprintable", "nan", "huge", "object", "text")
 POISON_PAYLOADS: Sequence[Any] = ("\x00", "\ud800", float("inf"), "x" * 200_000, [object()])
 NAP = "chaos.nap"
-QUIET_TYPES = ("chaos.quick", NAP, "chaos.thread")
-MISFITS = (
+PLAIN_TYPES = ("chaos.quick", NAP, "chaos.thread")
+HARMFUL_TASKS = (
     "chaos.killer", "chaos.staller", "chaos.deaf", "chaos.forker", "chaos.segfault", "chaos.glutton",
 )  # fmt: skip
 
 
 class Producer:
-    """One process's enqueueing."""
+    """Enqueues jobs from one process."""
 
     def __init__(
         self, url: str, schema: str, ledger: Ledger, number: int, seed: int, backlog: int
@@ -51,23 +56,32 @@ class Producer:
         self._number = number
         self._random = Random(f"producer {number} of {seed}")  # noqa: S311 - to be repeatable
         self._queue = JobQueue(
-            url, schema=schema, timeout=TIMEOUT, create=False, command_timeout=COMMAND_TIMEOUT
+            url,
+            schema=schema,
+            timeout=TIMEOUT_SECONDS,
+            create=False,
+            command_timeout=COMMAND_TIMEOUT_SECONDS,
         )
         self._calls = itertools.count(1)
         self._tags = itertools.count(1)
-        self._next = dict.fromkeys((f"key-{number}-{k}" for k in range(KEYS)), 0)
-        # Each has its turn, and no two producers begin with the same one.
-        self._misfits = itertools.cycle(
-            MISFITS[number % len(MISFITS) :] + MISFITS[: number % len(MISFITS)]
+        self._next = dict.fromkeys((f"key-{number}-{k}" for k in range(ORDERING_KEYS)), 0)
+        # In turn; each producer starts with a different one.
+        self._harmful = itertools.cycle(
+            HARMFUL_TASKS[number % len(HARMFUL_TASKS) :]
+            + HARMFUL_TASKS[: number % len(HARMFUL_TASKS)]
         )
         self._backlog = backlog
-        self._looked = 0.0
-        self.stopping = False
+        self._backlog_checked_at = 0.0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End `run` after the current call."""
+        self._stopping = True
 
     def run(
-        self, rate: float, most: int | None, *, misfits: bool, processes: bool, bare: bool
+        self, rate: float, limit: int | None, *, harmful: bool, processes: bool, bare: bool
     ) -> None:
-        """Enqueue about `rate` jobs a second until told to stop, or `most` of them."""
+        """Enqueue about `rate` jobs per second until `stop` is called, or `limit` jobs."""
         began, done = time.monotonic(), 0
         ways: list[tuple[int, Callable[[], int]]] = [
             (40, self.single), (20, self.bulk), (12, self.ordered), (10, self.transaction),
@@ -78,26 +92,29 @@ class Producer:
             ways.append((1, self.in_process))
         if bare:
             ways.append((8, self.bare))
-        if misfits:
-            ways.append((3, self.misfit))
-        while not self.stopping and (most is None or done < most):
+        if harmful:
+            ways.append((3, self.harmful))
+        while not self._stopping and (limit is None or done < limit):
             (way,) = self._random.choices([w for _, w in ways], [weight for weight, _ in ways])
             done += way()
             ahead = done / rate - (time.monotonic() - began)
             if ahead > 0:
                 time.sleep(min(ahead, 1.0))
             elif ahead < -2:
-                began -= ahead + 2  # what was missed in a fault is not made up for in a rush
-            self._hold_back()
+                began -= ahead + 2  # jobs missed during a fault are not enqueued in one burst
+            self._wait_for_backlog()
 
-    def _hold_back(self) -> None:
-        """Wait while there is more to do than the workers can."""
-        while not self.stopping and time.monotonic() - self._looked > 1:
+    def _wait_for_backlog(self) -> None:
+        """Once per second: wait until fewer jobs are pending than the backlog allows."""
+        while not self._stopping and self._backlog_check_is_due():
             with contextlib.suppress(HowdahError, DatabaseError):
                 if self._queue.pending() < self._backlog:
-                    self._looked = time.monotonic()
-            if time.monotonic() - self._looked > 1:
+                    self._backlog_checked_at = time.monotonic()
+            if self._backlog_check_is_due():
                 time.sleep(0.2)
+
+    def _backlog_check_is_due(self) -> bool:
+        return time.monotonic() - self._backlog_checked_at > BACKLOG_CHECK_SECONDS
 
     # ── ways to enqueue ───────────────────────────────────────────────────────────────────────────
 
@@ -106,11 +123,11 @@ class Producer:
         return self._enqueue([self._plain()])
 
     def bulk(self) -> int:
-        """Many at once."""
-        return self._enqueue([self._plain() for _ in range(self._random.randint(5, BULK))])
+        """Many in one call."""
+        return self._enqueue([self._plain() for _ in range(self._random.randint(5, BULK_JOBS))])
 
     def ordered(self) -> int:
-        """Some with one ordering key, in a row."""
+        """Several with one ordering key."""
         key = self._random.choice(list(self._next))
         jobs = []
         for _ in range(self._random.randint(1, 5)):
@@ -119,7 +136,7 @@ class Producer:
         return self._enqueue(jobs)
 
     def unique(self) -> int:
-        """The same idempotency key twice: one job."""
+        """The same idempotency key twice, which must create one job."""
         key = f"unique-{self._number}-{next(self._tags)}"
         job = self._job("chaos.quick", idempotency_key=key, max_attempts=5)
         return self._enqueue([job]) and self._enqueue([job])
@@ -134,32 +151,32 @@ class Producer:
         return self._enqueue([self._job("chaos.once", max_attempts=5)])
 
     def flaky(self) -> int:
-        """Fails, in some cases more often than it may."""
+        """Fails once or more; sometimes more often than its max_attempts."""
         failures = self._random.randint(1, 3)
         most = self._random.choice([1, 3, 4])
         return self._enqueue([self._job("chaos.flaky", {"failures": failures}, max_attempts=most)])
 
     def poison(self) -> int:
-        """A result or an exception that cannot be stored, in the middle of good neighbours."""
+        """A result or an exception that cannot be stored, between two plain jobs."""
         kind = self._random.choice(POISON_RESULTS)
         bad = self._job("chaos.poison", {"kind": kind}, max_attempts=2)
         return self._enqueue([self._plain(), bad, self._plain()])
 
     def poison_payload(self) -> int:
-        """Data that no database takes: refused before anything is written."""
+        """Data that cannot be stored: refused before anything is written."""
         poison = self._random.choice(POISON_PAYLOADS)
         return self._enqueue([self._job("chaos.quick", {"poison": poison})])
 
     def in_process(self) -> int:
-        """Run in a process of its own."""
+        """Runs in a separate process."""
         return self._enqueue([self._job("chaos.process", max_attempts=5)])
 
-    def misfit(self) -> int:
-        """A handler that should never have been written."""
-        return self._enqueue([self._job(next(self._misfits), max_attempts=2)])
+    def harmful(self) -> int:
+        """A handler that harms its worker."""
+        return self._enqueue([self._job(next(self._harmful), max_attempts=2)])
 
     def bare(self) -> int:
-        """For a worker with a loop of its own."""
+        """For a bare queue worker."""
         data = {
             "seconds": round(self._random.choice([0.0, 0.05, 0.2]), 2),
             "failures": self._random.choice([0, 0, 0, 1]),
@@ -168,7 +185,7 @@ class Producer:
         return self._enqueue([self._job(BARE, data, max_attempts=3, priority=priority)])
 
     def transaction(self) -> int:
-        """In a transaction of the caller's own, which now and then is rolled back."""
+        """In the caller's transaction, which is rolled back in some cases."""
         jobs = [self._plain() for _ in range(self._random.randint(1, 3))]
         undo = self._random.random() < 0.4
         call = self._invoked(jobs)
@@ -183,7 +200,7 @@ class Producer:
                     return len(jobs)
                 committing = True
         except (DatabaseError, HowdahError):
-            # A COMMIT that was sent may have come through; nothing else can have.
+            # Only a COMMIT that was sent may have taken effect.
             kind = "enqueue-unknown" if committing else "enqueue-rolled-back"
             self._ledger.write(kind, call=call, ids=ids)
             time.sleep(0.2)
@@ -194,7 +211,7 @@ class Producer:
     # ── one call ──────────────────────────────────────────────────────────────────────────────────
 
     def _plain(self) -> NewJob:
-        (kind,) = self._random.choices(QUIET_TYPES, [12, 4, 1])
+        (kind,) = self._random.choices(PLAIN_TYPES, [12, 4, 1])
         most = 1 if self._random.random() < 0.1 else 5
         data = {"seconds": round(self._random.uniform(0.05, 0.8), 2)} if kind == NAP else None
         return self._job(kind, data, max_attempts=most, priority=self._random.choice(PRIORITIES))
@@ -222,7 +239,7 @@ class Producer:
             ids = [str(handle.id) for handle in self._queue.enqueue_many(jobs)]
         except InvalidJob:
             self._ledger.write("enqueue-refused", call=call)
-        except (HowdahError, DatabaseError):  # unreachable, or out of room
+        except (HowdahError, DatabaseError):  # unreachable, or its disk is full
             self._ledger.write("enqueue-unknown", call=call)
             time.sleep(0.1)
         else:
@@ -236,29 +253,20 @@ def main() -> None:
     parser.add_argument("--number", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--rate", type=float, default=60)
-    parser.add_argument("--most", type=int)
+    parser.add_argument("--limit", type=int)
     parser.add_argument("--backlog", type=int, default=2000)
-    parser.add_argument("--misfits", action="store_true")
+    parser.add_argument("--harmful", action="store_true")
     parser.add_argument("--processes", action="store_true")
     parser.add_argument("--bare", action="store_true")
     options = parser.parse_args()
-    ledger = from_environment()
-    if ledger is None:
-        raise SystemExit("a producer is a part of a chaos run and needs its ledger.")
     producer = Producer(
-        os.environ["HOWDAH_DATABASE_URL"], os.environ[SCHEMA_VARIABLE], ledger,
+        os.environ["HOWDAH_DATABASE_URL"], os.environ[SCHEMA_VARIABLE], required_ledger(),
         options.number, options.seed, options.backlog,
     )  # fmt: skip
-
-    def stop(number: int, frame: object) -> None:
-        producer.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    logging.basicConfig(level=logging.INFO)
-    logging.getLogger(__name__).info("producer started")
+    start_logging(__name__, "producer started", on_stop=producer.stop)
     producer.run(
-        options.rate, options.most,
-        misfits=options.misfits, processes=options.processes, bare=options.bare,
+        options.rate, options.limit,
+        harmful=options.harmful, processes=options.processes, bare=options.bare,
     )  # fmt: skip
 
 

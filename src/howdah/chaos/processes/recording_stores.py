@@ -1,5 +1,5 @@
-"""Stores that write to the ledger what they ask of the database and what it answers: the one place through
-which every claim, heartbeat and acknowledgement of a worker goes, and of a bare queue as well."""
+"""Stores that record every statement and its reply in the ledger. Every claim, heartbeat and acknowledgement of a
+worker or of a bare queue goes through a store."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ _ACKNOWLEDGING = {
     "stop_jobs": "stop",
 }
 _TIMELY = {*_ACKNOWLEDGING, "claim_job_batch", "extend_jobs", "start_jobs"}
-LATE = 1.0
-"""Seconds for an answer above which it is noted: the store has been trying to reconnect meanwhile."""
+LATE_SECONDS = 1.0
+"""A later reply is recorded as late: the store was reconnecting in the meantime."""
 
 
-class Notes:
-    """Turns statements and their answers into lines of the ledger."""
+class StatementRecorder:
+    """Writes statements and their replies to the ledger."""
 
     def __init__(self, ledger: Ledger, lease: float) -> None:
         self._ledger = ledger
         self._lease = lease
-        self._claims: dict[
-            str, tuple[float, bool]
-        ] = {}  # of each job and fence: since when, and if last
+        # By job and fence: when the claim was sent, and whether it is the last attempt.
+        self._claims: dict[str, tuple[float, bool]] = {}
         self._announced: set[str] = set()
         self._in_trouble = False
         self._claimed_at = 0.0
 
     def invoked(self, statement: Statement[Any]) -> tuple[str, float]:
-        """Before a statement is sent: what it is, and when."""
+        """Before a statement is sent: its operation, and the time."""
         function = statement.operation
         now = time.monotonic()
         if function in _ACKNOWLEDGING:
@@ -60,7 +59,7 @@ class Notes:
         return function, now
 
     def _announce_begun(self, statement: Statement[Any]) -> None:
-        """A heartbeat tells the database which jobs have begun, some of them before their thread runs."""
+        """A heartbeat writes which jobs have started, some of them before their thread runs."""
         for (job, fence), elapsed in zip(
             _pairs(statement), statement.parameters[3] or (), strict=False
         ):
@@ -69,18 +68,20 @@ class Notes:
                 self._ledger.write("announce", job=job, fence=fence)
 
     def answered(self, function: str, asked: float, statement: Statement[Any], answer: Any) -> None:
-        """After a statement was committed, in a transaction of its own."""
-        late = time.monotonic() - asked > LATE
+        """After a statement was committed in its own transaction."""
+        late = time.monotonic() - asked > LATE_SECONDS
         if self._in_trouble or (late and function in _TIMELY):
             self._in_trouble = False
             self._ledger.write("well", asked=asked, function=function)
         if function == "claim_job_batch":
             self._claimed_at = time.monotonic()
             self._claimed(asked, answer, durable="synchronous_commit" not in statement.text)
-        elif function == "extend_jobs" and answer is not None:  # a bare queue does not say of which
+        elif (
+            function == "extend_jobs" and answer is not None
+        ):  # a bare queue does not return the ids
             self._extended(asked, statement, answer)
         elif function in _ACKNOWLEDGING:
-            # A bare queue has nothing to say if all were accepted, and else raises `LeaseLost`.
+            # A bare queue returns None if all were accepted, and raises `LeaseLost` otherwise.
             ids = statement.parameters[0] if answer is None else answer
             self._answered(function, asked, statement, {str(each) for each in ids})
 
@@ -96,7 +97,7 @@ class Notes:
     def failed(
         self, function: str, asked: float, statement: Statement[Any], error: BaseException
     ) -> None:
-        """After a statement of which nobody knows whether it was committed."""
+        """After a statement failed; whether it was committed may be unknown."""
         if isinstance(error, DatabaseUnreachable):
             self._in_trouble = True
             self._ledger.write("trouble", asked=asked, function=function, claimed=self._claimed_at)
@@ -123,7 +124,7 @@ class Notes:
     def _extended(
         self, asked: float, statement: Statement[Any], answer: list[tuple[UUID, bool, bool, bool]]
     ) -> None:
-        """Only of leases that would otherwise soon run out, as the others prove nothing."""
+        """Record only leases past half of their time: earlier extensions prove nothing."""
         extended = {str(each[0]) for each in answer if each[1]}
         for job, fence in _pairs(statement):
             since, _ = self._claims.get(job + fence, (asked, False))
@@ -131,15 +132,15 @@ class Notes:
                 self._ledger.write("beat", job=job, fence=fence, asked=asked)
 
     def _acknowledged(self, what: str, statement: Statement[Any]) -> list[tuple[str, str, bool]]:
-        """Job, fence and whether it ends the job, of each."""
+        """For each job: its id, its fence, and whether the acknowledgement ends it."""
         pairs = _pairs(statement)
         if what != "fail":
             return [(job, fence, what in ("complete", "stop")) for job, fence in pairs]
-        again = [at is not None or pause is not None
-                 for at, pause in zip(*statement.parameters[3:5], strict=True)]  # fmt: skip
+        retries = [at is not None or delay is not None
+                   for at, delay in zip(*statement.parameters[3:5], strict=True)]  # fmt: skip
         return [
             (job, fence, not retry or self._claims.get(job + fence, (0.0, False))[1])
-            for (job, fence), retry in zip(pairs, again, strict=True)
+            for (job, fence), retry in zip(pairs, retries, strict=True)
         ]
 
 
@@ -148,36 +149,36 @@ def _pairs(statement: Statement[Any]) -> list[tuple[str, str]]:
     return [(str(i), str(fence)) for i, fence in zip(ids, fences, strict=True)]
 
 
-def watch(ledger: Ledger, lease: float) -> None:
-    """From now on the workers and bare queues of this process write to the ledger."""
-    notes = Notes(ledger, lease)
+def install(ledger: Ledger, lease: float) -> None:
+    """Make the workers and bare queues of this process record to the ledger."""
+    recorder = StatementRecorder(ledger, lease)
 
-    class WatchedAsyncStore(AsyncStore):
+    class RecordingAsyncStore(AsyncStore):
         async def run(self, statement: Statement[T], conn: Any = None) -> T:
-            function, asked = notes.invoked(statement)
+            function, asked = recorder.invoked(statement)
             try:
                 answer = await super().run(statement, conn)
             except BaseException as error:
-                notes.failed(function, asked, statement, error)
+                recorder.failed(function, asked, statement, error)
                 raise
-            if conn is None:  # else it is up to the caller's COMMIT
-                notes.answered(function, asked, statement, answer)
+            if conn is None:  # otherwise the caller's COMMIT decides
+                recorder.answered(function, asked, statement, answer)
             return answer
 
-    class WatchedStore(Store):
+    class RecordingStore(Store):
         def run(self, statement: Statement[T], conn: Any = None) -> T:
-            function, asked = notes.invoked(statement)
+            function, asked = recorder.invoked(statement)
             try:
                 answer = super().run(statement, conn)
             except BaseException as error:
-                notes.failed(function, asked, statement, error)
+                recorder.failed(function, asked, statement, error)
                 raise
-            if conn is None:  # else it is up to the caller's COMMIT
-                notes.answered(function, asked, statement, answer)
+            if conn is None:  # otherwise the caller's COMMIT decides
+                recorder.answered(function, asked, statement, answer)
             return answer
 
-    # Where the worker and the bare queue look the names up.
-    vars(runner)["AsyncStore"] = WatchedAsyncStore
-    vars(runner)["Store"] = WatchedStore
-    vars(queue)["Store"] = WatchedStore
-    vars(async_queue)["AsyncStore"] = WatchedAsyncStore
+    # The modules in which the worker and the queues look the names up.
+    vars(runner)["AsyncStore"] = RecordingAsyncStore
+    vars(runner)["Store"] = RecordingStore
+    vars(queue)["Store"] = RecordingStore
+    vars(async_queue)["AsyncStore"] = RecordingAsyncStore

@@ -1,8 +1,9 @@
-"""The worker and producer processes of a run: started, watched, replaced when they die, never left behind."""
+"""Starts the worker and producer processes of a run, replaces those that exit, and leaves none behind."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from howdah.chaos.ledger import LEDGER_VARIABLE, Ledger
+from howdah.chaos.processes.environment import LEASE_VARIABLE, SCHEMA_VARIABLE
 from howdah.errors import HowdahError
 
 if TYPE_CHECKING:
@@ -21,25 +23,19 @@ if TYPE_CHECKING:
 
     from howdah.chaos.scenario import Place
 
-LOOK_EVERY = 0.05
-STARTED = b"r started"  # a worker's log, or a producer's
-START_PATIENCE = 60.0
-STOP_PATIENCE = 20.0
+POLL_SECONDS = 0.05
+STARTED = (
+    b"r started"  # in the log of a worker ("worker started") or a producer ("producer started")
+)
+START_TIMEOUT_SECONDS = 60.0
+STOP_TIMEOUT_SECONDS = 20.0
 APP = "howdah.chaos.processes.app:app"
 PRODUCER = "howdah.chaos.processes.producer"
-BARE_WORKER = "howdah.chaos.processes.bare_queue_worker"
-SCHEMA_VARIABLE = "HOWDAH_CHAOS_SCHEMA"
-LEASE_VARIABLE = "HOWDAH_CHAOS_LEASE"
-COMMAND_TIMEOUT = 3.0
-"""Seconds that bare queues wait for an answer: work is to resume within five."""
-BARE = "chaos.bare"
-"""The type of jobs that workers with a loop of their own claim, and no others."""
-EFFECTS = "chaos_effects"
-"""The table of rows that handlers write together with their completion."""
+BARE_QUEUE_WORKER = "howdah.chaos.processes.bare_queue_worker"
 
 
 class ChaosError(HowdahError):
-    """The run itself could not go on; nothing is known about the promises."""
+    """The run itself failed; it says nothing about the promises."""
 
 
 class Child:
@@ -49,7 +45,7 @@ class Child:
         self.role = role
         self.process = process
         self.log = log
-        self.noted = False
+        self.exit_recorded = False
         self._ready = False
 
     @property
@@ -62,12 +58,12 @@ class Child:
 
     @property
     def ready(self) -> bool:
-        """Whether it said that it has started."""
+        """Whether it logged that it started."""
         self._ready = self._ready or STARTED in self.log.read_bytes()
         return self._ready
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if there is still somebody to get it."""
+        """Send a signal, unless the process has exited."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
@@ -84,14 +80,15 @@ class Child:
         self.send(signal.SIGCONT)
 
     def wait(self, timeout: float) -> int | None:
-        """Its exit code, negative for a signal; None if it still runs then."""
+        """Its exit code, negative for a signal; None if it still runs after the timeout."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(timeout)
         return None
 
 
-class Crew:
-    """Starts processes on one place, with one ledger. Keeps `size` workers running until it is closed."""
+class Supervisor:
+    """Runs processes on one place with one ledger. Keeps the requested number of each role running until it is
+    closed."""
 
     def __init__(
         self,
@@ -104,33 +101,33 @@ class Crew:
         worker_options: Sequence[str] = (),
         app: str = APP,
         producer: str = PRODUCER,
-        bare: str = BARE_WORKER,
+        bare: str = BARE_QUEUE_WORKER,
     ) -> None:
         self.place = place
         self.directory = directory
         self.ledger = ledger
         self.lease = lease
-        self.size = 0
-        self._producing = self._numbers = self._bare = 0
+        self._wanted: Counter[str] = Counter()  # processes to keep running, by role
+        self._producer_numbers = itertools.count(1)
         self._producer_options: Sequence[str] = ()
         self.exits: Counter[str] = Counter()
-        """How processes ended, as "worker -9"."""
+        """The number of exits, by role and code: "worker -9"."""
         self._environment = dict(environment or {})
         self._worker_options = list(worker_options)
         self._app = app
         self._producer = producer
-        self._bare_worker = bare
+        self._bare_queue_worker = bare
         self._children: list[Child] = []
         self._started: set[int] = set()
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._watching = threading.Thread(target=self._watch, name="chaos-crew", daemon=True)
-        self._watching.start()
+        self._monitor = threading.Thread(target=self._run, name="chaos-supervisor", daemon=True)
+        self._monitor.start()
 
     # ── starting ──────────────────────────────────────────────────────────────────────────────────
 
     def environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        """What every child is told."""
+        """The environment of every child process."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HOWDAH_")}
         return inherited | {
             "HOWDAH_DATABASE_URL": self.place.database,
@@ -142,10 +139,10 @@ class Crew:
         }
 
     def start(self, role: str, arguments: Sequence[str], **environment: str) -> Child:
-        """Start `python ARGUMENTS…` in a process group of its own."""
+        """Start `python ARGUMENTS…` in its own process group."""
         with self._lock:
             if self._closing.is_set():
-                raise ChaosError("the run is over; no process is started any more.")
+                raise ChaosError("the run is over; no more processes are started.")
             log = self.directory / f"{len(self._children):04}-{role}.log"
             with open(log, "wb") as file:
                 process = subprocess.Popen(  # noqa: S603 - our own command
@@ -161,7 +158,7 @@ class Crew:
             return child
 
     def start_worker(self, *options: str, role: str = "worker", **environment: str) -> Child:
-        """One more worker, as `howdah worker` starts it. HOWDAH_FAULT="point:kill:n" arms it."""
+        """Start one more `howdah worker`. HOWDAH_FAULT="point:kill:n" arms a fault point."""
         command = [
             "-m",
             "howdah",
@@ -173,81 +170,83 @@ class Crew:
         ]
         return self.start(role, command, **environment)
 
-    def produce(self, size: int, *options: str) -> None:
-        """Have so many producers, from now on, and wait until they have started."""
+    def run_producers(self, count: int, *options: str) -> None:
+        """Keep so many producers running, and wait until they have started."""
         with self._lock:
-            self._producing = size
+            self._wanted["producer"] = count
             self._producer_options = options
-            self._replace()
-        self.await_ready("producer", size)
+            self._start_missing()
+        self.wait_until_ready("producer", count)
 
-    def _replace(self) -> None:
-        """Start as many as are missing."""
-        for _ in range(self.size - len(self.workers())):
-            self.start_worker()
-        for _ in range(self._bare - len(self.children("bare"))):
-            self.start("bare", ["-m", self._bare_worker])
-        for _ in range(self._producing - len(self.producers())):
-            # Each has a number of its own, by which it names its jobs.
-            self._numbers += 1
-            number = ["--number", str(self._numbers)]
-            self.start("producer", ["-m", self._producer, *number, *self._producer_options])
+    def _start_missing(self) -> None:
+        for role, count in self._wanted.items():
+            for _ in range(count - len(self.children(role))):
+                match role:
+                    case "worker":
+                        self.start_worker()
+                    case "bare":
+                        self.start(role, ["-m", self._bare_queue_worker])
+                    case _:
+                        # Each producer has a unique number, which is a part of the tags of its jobs.
+                        number = ["--number", str(next(self._producer_numbers))]
+                        self.start(role, ["-m", self._producer, *number, *self._producer_options])
 
-    def man(self, size: int, bare: int = 0) -> None:
-        """Have so many workers, and so many with a loop of their own on a bare queue, from now on, and wait
-        until they have started."""
+    def run_workers(self, count: int, bare: int = 0) -> None:
+        """Keep so many workers and bare queue workers running, and wait until they have started."""
         with self._lock:
-            self.size, self._bare = size, bare
-            self._replace()
-        self.await_ready("worker", size)
-        self.await_ready("bare", bare)
+            self._wanted["worker"], self._wanted["bare"] = count, bare
+            self._start_missing()
+        self.wait_until_ready("worker", count)
+        self.wait_until_ready("bare", bare)
 
-    def await_ready(self, role: str, size: int) -> None:
+    def wait_until_ready(self, role: str, count: int) -> None:
         """Wait until so many have started."""
-        give_up = time.monotonic() + START_PATIENCE
-        while sum(child.ready for child in self.children(role)) < size:
-            if time.monotonic() > give_up:
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while sum(child.ready for child in self.children(role)) < count:
+            if time.monotonic() > deadline:
                 logs = [child.log.read_text(errors="replace")[-500:] for child in self._children]
-                raise ChaosError(f"the {role}s did not start within a minute: {logs}")
-            time.sleep(LOOK_EVERY)
+                raise ChaosError(
+                    f"the {role} processes did not start within {START_TIMEOUT_SECONDS:g} s: {logs}"
+                )
+            time.sleep(POLL_SECONDS)
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────
+    # ── monitoring ────────────────────────────────────────────────────────────────────────────────
 
     def children(self, role: str | None = None) -> list[Child]:
-        """The living processes, oldest first."""
+        """The running processes, oldest first."""
         with self._lock:
             return [c for c in self._children if c.alive and role in (None, c.role)]
 
     def workers(self) -> list[Child]:
-        """The living workers."""
+        """The running workers."""
         return self.children("worker")
 
     def producers(self) -> list[Child]:
-        """The living producers."""
+        """The running producers."""
         return self.children("producer")
 
     def logs(self) -> list[Path]:
-        """The logs of every process there was."""
+        """The logs of all processes, including those that exited."""
         return [child.log for child in self._children]
 
-    def _watch(self) -> None:
-        """Note how processes end, and replace workers."""
-        while not self._closing.wait(LOOK_EVERY):
+    def _run(self) -> None:
+        """Record exits and starts, and replace processes that exited."""
+        while not self._closing.wait(POLL_SECONDS):
             with self._lock:
-                self._note_exits()
-                self._note_starts()
-                self._replace()
+                self._record_exits()
+                self._record_starts()
+                self._start_missing()
 
-    def _note_exits(self) -> None:
+    def _record_exits(self) -> None:
         for child in self._children:
-            if not child.noted and not child.alive:
-                child.noted = True
+            if not child.exit_recorded and not child.alive:
+                child.exit_recorded = True
                 code = child.process.returncode
-                _end_group(child.pid)
+                _kill_group(child.pid)
                 self.exits[f"{child.role} {code}"] += 1
                 self.ledger.write("exit", child=child.pid, role=child.role, code=code)
 
-    def _note_starts(self) -> None:
+    def _record_starts(self) -> None:
         for child in self._children:
             if child.pid not in self._started and child.alive and child.ready:
                 self._started.add(child.pid)
@@ -255,39 +254,33 @@ class Crew:
 
     # ── stopping ──────────────────────────────────────────────────────────────────────────────────
 
-    def dismiss(self, role: str, patience: float = STOP_PATIENCE) -> None:
-        """Ask all of a role to stop; kill those that do not."""
+    def stop(self, role: str, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
+        """Stop all processes of a role with SIGTERM; kill those that do not exit in time."""
         with self._lock:
-            match role:
-                case "worker":
-                    self.size = 0
-                case "bare":
-                    self._bare = 0
-                case _:
-                    self._producing = 0
-        leaving = self.children(role)
-        for child in leaving:
+            self._wanted[role] = 0
+        stopping = self.children(role)
+        for child in stopping:
             child.resume()
             child.send(signal.SIGTERM)
-        give_up = time.monotonic() + patience
-        for child in leaving:
-            if child.wait(max(0.0, give_up - time.monotonic())) is None:
+        deadline = time.monotonic() + timeout
+        for child in stopping:
+            if child.wait(max(0.0, deadline - time.monotonic())) is None:
                 child.kill()
                 child.wait(5)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill every process that still runs."""
         self._closing.set()
-        self._watching.join(10)
+        self._monitor.join(10)
         with self._lock:
-            self.size = self._producing = self._bare = 0
+            self._wanted.clear()
             for child in self.children():
                 child.kill()
                 child.wait(5)
-            self._note_exits()
+            self._record_exits()
 
 
-def _end_group(leader: int) -> None:
-    """Kill what a process that has just ended left of its group: task processes, children of handlers."""
+def _kill_group(leader: int) -> None:
+    """Kill the rest of the process group of a process that exited: task processes, children of handlers."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from howdah.bench import STEPS, Bench, Progress, advice, borrowed_schema
+from howdah.bench import STEPS, Bench, Progress, advice, temporary_schema
 from howdah.bench.figures import CALLERS, milliseconds
 from howdah.cli.options import connect, database_option, json_option, resolve_url, unreachable
 from howdah.cli.output import STYLES, Output, clean
@@ -60,7 +60,7 @@ def bench_command(database: str | None, seconds: float, as_json: bool) -> None:
 
 def _measure(url: str, seconds: float, output: Output) -> Figures:
     try:
-        with borrowed_schema(lambda: connect(url)) as schema:
+        with temporary_schema(lambda: connect(url)) as schema:
             try:
                 with (
                     connect(url) as conn,

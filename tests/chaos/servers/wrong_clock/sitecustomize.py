@@ -1,5 +1,5 @@
-"""For processes under libfaketime, whose version 0.9.10 breaks `time.sleep`: with a monotonic clock that is
-left alone it still takes the clock's error off the moment to sleep until, and gets an invalid one."""
+"""For processes under libfaketime: version 0.9.10 breaks `time.sleep`. Although it does not fake the monotonic clock,
+it subtracts the clock's error from the time to sleep until, and the result is invalid."""
 
 import select
 import time
