@@ -33,7 +33,7 @@ _SCHEMA = " UNION ALL ".join(
     f"SELECT '{catalog}', count(*)::text, max(xmin::text::bigint)::text FROM {catalog}"
     for catalog in (
         "pg_class", "pg_attribute", "pg_attrdef", "pg_constraint", "pg_extension", "pg_index", "pg_proc",
-        "pg_trigger", "pg_type", "pg_db_role_setting",
+        "pg_rewrite", "pg_trigger", "pg_type", "pg_db_role_setting",
     )
 ) + " UNION ALL SELECT 'migrations', m::text, NULL FROM howdah.migrations AS m"  # fmt: skip
 _MAKE_ALL_DUTIES_DUE = (
@@ -55,16 +55,19 @@ class Databases:
     def create(self, template: str | None = None, *, name: str | None = None) -> str:
         """The name of a new database: a copy of the template, or an empty database."""
         name = name or f"test_{next(self._numbers)}"
-        source = f" TEMPLATE {template}" if template else ""
-        self._execute(f"CREATE DATABASE {name}{source}")
+        with self._connect() as conn:
+            options = f" TEMPLATE {template}" if template else ""
+            if template and conn.info.server_version >= 150000:
+                options += " STRATEGY file_copy"  # 30 % less CPU than wal_log, without fsync
+            conn.execute(f"CREATE DATABASE {name}{options}".encode())
         return name
 
     def drop(self, name: str) -> None:
-        self._execute(f"DROP DATABASE {name} WITH (FORCE)")
+        with self._connect() as conn:
+            conn.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
-    def _execute(self, statement: str) -> None:
-        with psycopg.connect(self._server.url, autocommit=True) as conn:
-            conn.execute(statement.encode())
+    def _connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self._server.url, autocommit=True)
 
 
 class SharedDatabase:
