@@ -1,7 +1,8 @@
-"""What a job costs, in things that can be counted and are the same on every machine: statements, round
-trips, bytes of WAL, and pages looked at. Seconds are the benchmarks' business.
+"""What a job costs, in units that are the same on every machine: statements, round trips, bytes of WAL, and
+pages read. The benchmarks measure seconds.
 
-Each bar stands beside what was measured when it was set. A change that needs a higher one should say why."""
+Each limit has a comment with the value that was measured when it was set. A change that needs a higher limit
+must give its reason."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ DATA = {"path": "a.png", "width": 400}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What statements of one kind cost together, those that they called included."""
+    """The total cost of all statements of one kind, including those that they called."""
 
     calls: int
     wal: int
@@ -36,7 +37,7 @@ class Cost:
 
 
 class Meter:
-    """Reads pg_stat_statements, for one database."""
+    """Reads pg_stat_statements for one database."""
 
     def __init__(self, conn: psycopg.Connection[Any]) -> None:
         self._conn = conn
@@ -59,7 +60,7 @@ class Meter:
         return Cost(calls=row[0], wal=row[1], images=row[2], buffers=row[3])
 
 
-# An analysis by autovacuum holds a snapshot, and with it dead entries that a claim would be rid of.
+# An ANALYZE by autovacuum holds a snapshot, which keeps dead index entries that a claim would otherwise skip.
 NO_AUTOVACUUM = """
 DO $$
 DECLARE
@@ -83,8 +84,8 @@ def database(fresh_database: str) -> str:
 def meter(connect: Callable[..., psycopg.Connection[Any]]) -> Meter:
     conn = connect()
     conn.execute(NO_AUTOVACUUM)
-    # From the moment at which a checkpoint begins, whole pages are written once more. After one that was
-    # asked for, none begins by itself for five minutes.
+    # After a checkpoint begins, full page images are written again. After a requested checkpoint, none starts
+    # by itself for five minutes.
     conn.execute("CHECKPOINT")
     return Meter(conn)
 
@@ -132,14 +133,14 @@ async def test_a_worker_needs_few_statements_and_one_round_trip_for_each(
         meter.cost("%claim_job_batch(%").calls,
         meter.cost("%complete_jobs(%").calls,
     )
-    told = f"{claims} claims, {completions} completions, {round_trips} round trips"
-    # 30 claims and 36 completions. Batches are as large as what ends in 0.2 s and what piles up during a
-    # statement, so a slow machine needs more; one that is ten times slower stays below the bar.
-    assert 0 < claims <= WORKED / 50, told
-    assert 0 < completions <= WORKED / 50, told
-    # No transactions around single statements, and none that is prepared twice: beyond one round trip for
-    # each statement there were 31, most of them to prepare one on a connection.
-    assert claims + completions <= round_trips <= meter.cost().calls + 50, told
+    counts = f"{claims} claims, {completions} completions, {round_trips} round trips"
+    # 30 claims and 36 completions. A claim prefetches 0.2 s of work, and a completion sends what accumulates
+    # during the previous one, so a slow machine needs more. One that is ten times slower is below the limit.
+    assert 0 < claims <= WORKED / 50, counts
+    assert 0 < completions <= WORKED / 50, counts
+    # No transactions around single statements, and no statement is prepared twice: there were 31 round trips
+    # more than statements, most of them to prepare one on a connection.
+    assert claims + completions <= round_trips <= meter.cost().calls + 50, counts
     assert meter.cost("BEGIN%").calls == 0
 
 
@@ -158,7 +159,7 @@ STATEMENTS = {
 
 
 def measured(queue: JobQueue, meter: Meter) -> dict[str, Cost]:
-    """Enqueue, claim and complete once to warm the pages up, and again to count."""
+    """Enqueue, claim and complete once to warm the cache, and a second time to count."""
     for _ in range(2):
         meter.reset()
         queue.enqueue_many([("resize", DATA)] * (JOBS // 2))
@@ -169,11 +170,11 @@ def measured(queue: JobQueue, meter: Meter) -> dict[str, Cost]:
     return {name: meter.cost(like) for name, like in STATEMENTS.items()}
 
 
-def test_what_a_job_writes_and_reads(queue: JobQueue, meter: Meter) -> None:
+def test_a_job_writes_and_reads_no_more_than_the_limits(queue: JobQueue, meter: Meter) -> None:
     costs = measured(queue, meter)
     calls = [cost.calls for cost in costs.values()]
     assert calls == [1, JOBS / 2 / BATCH, JOBS / BATCH + 1, JOBS / BATCH]
-    assert sum(cost.images for cost in costs.values()) <= 5, "pages that were not touched before"
+    assert sum(cost.images for cost in costs.values()) <= 5, "full page images"
     jobs = dict(zip(STATEMENTS, (JOBS / 2, JOBS / 2, JOBS, JOBS), strict=True))
     wal = {name: cost.wal / jobs[name] for name, cost in costs.items()}
     assert 0 < wal["copy"] <= 430, wal  # 389 bytes a job
@@ -204,19 +205,19 @@ def test_a_claim_reads_as_much_of_a_small_queue_as_of_a_large_one(
     queue.enqueue_many([{"job_type": "resize", "ordering_key": "one"}] * 2_000)
     queue.enqueue_many([("other", DATA)] * 10_000)
     large = claims()
-    # Single claims: 37 pages, then 22; of a hundred jobs: 809, then 967. An index may become a level deeper.
+    # Single claims: 37 pages, then 22; claims of a hundred jobs: 809, then 967. An index may grow by a level.
     assert 0 < small <= (60 if batch == 1 else 1_200), (small, large)
     assert large <= 1.5 * small + 8, (small, large)
 
 
-def test_no_operation_is_planned_anew_each_time(
+def test_no_operation_is_planned_on_every_call(
     queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]], meter: Meter
 ) -> None:
     conn = connect()
     conn.execute("SET pg_stat_statements.track = 'all'")
     conn.execute("SET pg_stat_statements.track_planning = on")
     for count in range(40):
-        if count == 20:  # by then PostgreSQL has decided between plans
+        if count == 20:  # by then PostgreSQL has chosen between custom and generic plans
             meter.reset()
         queue.enqueue("resize", DATA, conn=conn)
         for job in queue.claim(["resize"], conn=conn):
@@ -225,8 +226,8 @@ def test_no_operation_is_planned_anew_each_time(
         conn.execute("SELECT howdah.next_due_at('{resize}', '{default}')")
         for job in queue.claim(["resize"], conn=conn):
             queue.complete(job, conn=conn)
-    # A plan may be made once more, after statistics were gathered; and what is called now and then (a claim moves
-    # a lane's head by chance, one time in a thousand) has not been called often enough to have a lasting one.
+    # A statement may be planned again after ANALYZE. A statement that is called rarely (a claim advances a lane's
+    # head at random, once in a thousand jobs) has not been called often enough to have a generic plan.
     rows = conn.execute(
         "SELECT query, calls, plans FROM pg_stat_statements"
         " WHERE NOT toplevel AND calls >= 20 AND plans > calls / 4"

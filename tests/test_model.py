@@ -11,7 +11,7 @@ from howdah import BACKFILL, DISCOVERED, EXPLICIT, NewJob, Status
 from howdah.model import new_id
 
 
-def test_ids_are_version_7_and_rise_within_a_process() -> None:
+def test_ids_are_uuids_of_version_7_and_increase_within_a_process() -> None:
     ids = [new_id() for _ in range(10_000)]
     assert ids == sorted(ids)
     assert len(set(ids)) == len(ids)
@@ -26,14 +26,14 @@ def test_ids_of_many_threads_are_all_different() -> None:
     assert all(batch == sorted(batch) for batch in batches)
 
 
-def test_ids_still_rise_when_the_clock_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_increase_even_if_the_clock_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = new_id()
     monkeypatch.setattr("howdah.model.time.time_ns", lambda: 0)
     assert new_id() > before
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_makes_ids_of_its_own() -> None:
+def test_a_forked_child_makes_other_ids_than_its_parent() -> None:
     new_id()
     reader, writer = os.pipe()
     child = os.fork()
@@ -52,7 +52,7 @@ def test_only_completed_failed_and_cancelled_are_final() -> None:
     assert final == {Status.COMPLETED, Status.FAILED, Status.CANCELLED}
 
 
-def test_what_a_person_asked_for_comes_before_what_was_found_and_that_before_history() -> None:
+def test_explicit_is_above_discovered_and_backfill_is_below() -> None:
     assert EXPLICIT > DISCOVERED > BACKFILL
 
 

@@ -1,4 +1,4 @@
-"""Retry policies: pure arithmetic, and what a worker makes of it."""
+"""Retry policies: their arithmetic, and how a worker applies them."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ seconds = st.floats(0, 999_999_999) | st.integers(0, 999_999_999)
 
 
 @given(seconds, attempts)
-def test_a_fixed_pause_is_always_the_same(pause: float, attempt: int) -> None:
-    assert Retry.fixed(pause).seconds(attempt, ERROR) == pause
+def test_a_fixed_delay_is_always_the_same(delay: float, attempt: int) -> None:
+    assert Retry.fixed(delay).seconds(attempt, ERROR) == delay
 
 
 @given(seconds, seconds, attempts)
-def test_a_linear_pause_grows_by_one_step_up_to_its_cap(
+def test_a_linear_delay_grows_by_its_step_up_to_its_cap(
     step: float, cap: float, attempt: int
 ) -> None:
     assert Retry.linear(step, cap=cap).seconds(attempt, ERROR) == float(min(step * attempt, cap))
 
 
 @given(seconds, seconds, seconds, st.floats(0, 1), attempts)
-def test_an_exponential_pause_stays_within_its_jitter_and_its_cap(
+def test_an_exponential_delay_stays_within_its_jitter_and_its_cap(
     base: float, factor: float, cap: float, jitter: float, attempt: int
 ) -> None:
     policy = Retry.exponential(base, factor=factor, cap=cap, jitter=jitter)
-    pause = policy.seconds(attempt, ERROR)
-    assert pause is not None
-    assert 0 <= pause <= cap * (1 + jitter) * (1 + 1e-9)
+    delay = policy.seconds(attempt, ERROR)
+    assert delay is not None
+    assert 0 <= delay <= cap * (1 + jitter) * (1 + 1e-9)
     if attempt == 1:
         middle = min(base, cap)
-        assert middle * (1 - jitter) * (1 - 1e-9) <= pause <= middle * (1 + jitter) * (1 + 1e-9)
+        assert middle * (1 - jitter) * (1 - 1e-9) <= delay <= middle * (1 + jitter) * (1 + 1e-9)
 
 
 @given(st.floats(0.001, 100), st.floats(1, 10), st.integers(1, 30))
-def test_an_exponential_pause_without_jitter_is_what_it_says(
+def test_an_exponential_delay_without_jitter_is_base_times_a_power_of_factor(
     base: float, factor: float, attempt: int
 ) -> None:
     policy = Retry.exponential(base, factor=factor, cap=1e8, jitter=0)
     assert policy.seconds(attempt, ERROR) == pytest.approx(min(base * factor ** (attempt - 1), 1e8))
 
 
-def test_jitter_spreads_the_pauses() -> None:
+def test_jitter_varies_the_delay() -> None:
     policy = Retry.exponential(100, jitter=0.5)
     assert len({policy.seconds(1, ERROR) for _ in range(50)}) > 40
 
@@ -70,7 +70,7 @@ def test_a_policy_may_be_limited_to_some_exceptions_and_exclude_others() -> None
 
 def test_a_callable_is_a_policy() -> None:
     policy = to_retry(lambda attempt, error: None if attempt > 2 else -1)
-    assert policy.seconds(1, ERROR) == 0  # never before now
+    assert policy.seconds(1, ERROR) == 0  # never negative
     assert policy.seconds(3, ERROR) is None
     assert to_retry(None).seconds(1, ERROR) == pytest.approx(2, rel=0.26)
     assert to_retry(policy) is policy
@@ -99,13 +99,15 @@ def test_a_callable_is_a_policy() -> None:
         (lambda: Retry(5), "delay must be a callable (attempt, error) -> seconds or None."),  # type: ignore[arg-type]
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(make: object, sentence: str) -> None:
+def test_an_invalid_policy_is_refused(make: object, sentence: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         make()  # type: ignore[operator]
     assert str(caught.value) == sentence
 
 
-async def test_a_worker_waits_as_the_policy_says(app: App, running_worker: RunWorker) -> None:
+async def test_a_worker_schedules_the_retry_after_the_delay_of_the_policy(
+    app: App, running_worker: RunWorker
+) -> None:
     seen: list[tuple[int, str]] = []
 
     def policy(attempt: int, error: BaseException) -> float | None:
@@ -124,11 +126,11 @@ async def test_a_worker_waits_as_the_policy_says(app: App, running_worker: RunWo
     assert 480 < (job.run_at - job.created_at).total_seconds() < 560
 
 
-@pytest.mark.parametrize("pause", [float("inf"), 1e300, "soon"])
-async def test_a_policy_with_a_senseless_answer_leaves_the_job_to_be_tried_again(
-    app: App, running_worker: RunWorker, pause: float, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("delay", [float("inf"), 1e300, "soon"])
+async def test_a_job_is_retried_although_its_policy_returns_an_invalid_delay(
+    app: App, running_worker: RunWorker, delay: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    @app.task(name=f"senseless-{pause}", retry=lambda attempt, error: pause)
+    @app.task(name=f"senseless-{delay}", retry=lambda attempt, error: delay)
     async def fails() -> None:
         raise OSError("torn")
 
@@ -139,7 +141,7 @@ async def test_a_policy_with_a_senseless_answer_leaves_the_job_to_be_tried_again
     assert (job.status, job.attempts, job.last_error) == (Status.PENDING, 1, "OSError: torn")
 
 
-async def test_an_exception_that_is_not_to_be_retried_ends_the_job(
+async def test_a_job_fails_permanently_after_an_exception_that_is_not_in_on(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task(retry=Retry.linear(0, on=OSError), max_attempts=9)

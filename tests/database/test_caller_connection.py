@@ -1,4 +1,4 @@
-"""Jobs in the caller's own transaction, with every library that people bring."""
+"""Jobs in the caller's transaction, with every supported library."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 INSERT = "INSERT INTO orders (id) VALUES (1)"
 
 
-class Borrowed(NamedTuple):
-    """What a caller has in hand: a connection or session, and its own ways."""
+class CallerConnection(NamedTuple):
+    """A caller's connection or session, and how its library executes, commits and rolls back."""
 
     conn: Any
     execute: Callable[[str], Any]
@@ -41,8 +41,8 @@ class Borrowed(NamedTuple):
     rollback: Callable[[], Any]
 
 
-class Looking:
-    """Sees what is committed."""
+class Observer:
+    """Counts committed rows."""
 
     def __init__(self, conn: psycopg.Connection) -> None:
         self._conn = conn
@@ -62,8 +62,8 @@ class Looking:
 
 
 @pytest.fixture
-def looking(connect: Callable[[], psycopg.Connection]) -> Looking:
-    return Looking(connect())
+def observer(connect: Callable[[], psycopg.Connection]) -> Observer:
+    return Observer(connect())
 
 
 def with_driver(url: str, driver: str) -> str:
@@ -74,38 +74,44 @@ def with_driver(url: str, driver: str) -> str:
 
 
 @contextlib.contextmanager
-def by_psycopg(url: str) -> Iterator[Borrowed]:
+def by_psycopg(url: str) -> Iterator[CallerConnection]:
     with contextlib.closing(psycopg.connect(url)) as conn:
-        yield Borrowed(conn, lambda q: conn.execute(q.encode()), conn.commit, conn.rollback)
+        yield CallerConnection(conn, lambda q: conn.execute(q.encode()), conn.commit, conn.rollback)
 
 
 @contextlib.contextmanager
-def by_sqlalchemy_connection(url: str) -> Iterator[Borrowed]:
+def by_sqlalchemy_connection(url: str) -> Iterator[CallerConnection]:
     engine = sqlalchemy.create_engine(with_driver(url, "psycopg"))
     with engine.connect() as conn:
-        yield Borrowed(conn, lambda q: conn.execute(sqlalchemy.text(q)), conn.commit, conn.rollback)
+        yield CallerConnection(
+            conn, lambda q: conn.execute(sqlalchemy.text(q)), conn.commit, conn.rollback
+        )
     engine.dispose()
 
 
 @contextlib.contextmanager
-def by_sqlalchemy_session(url: str) -> Iterator[Borrowed]:
+def by_sqlalchemy_session(url: str) -> Iterator[CallerConnection]:
     engine = sqlalchemy.create_engine(with_driver(url, "psycopg"))
     with Session(engine) as conn:
-        yield Borrowed(conn, lambda q: conn.execute(sqlalchemy.text(q)), conn.commit, conn.rollback)
+        yield CallerConnection(
+            conn, lambda q: conn.execute(sqlalchemy.text(q)), conn.commit, conn.rollback
+        )
     engine.dispose()
 
 
 @contextlib.contextmanager
-def by_sqlalchemy_scoped_session(url: str) -> Iterator[Borrowed]:
+def by_sqlalchemy_scoped_session(url: str) -> Iterator[CallerConnection]:
     engine = sqlalchemy.create_engine(with_driver(url, "psycopg"))
     conn = scoped_session(sessionmaker(engine))
-    yield Borrowed(conn, lambda q: conn.execute(sqlalchemy.text(q)), conn.commit, conn.rollback)
+    yield CallerConnection(
+        conn, lambda q: conn.execute(sqlalchemy.text(q)), conn.commit, conn.rollback
+    )
     conn.remove()
     engine.dispose()
 
 
 @contextlib.contextmanager
-def by_django(url: str) -> Iterator[Borrowed]:
+def by_django(url: str) -> Iterator[CallerConnection]:
     with django_connection(url) as conn:
         conn.set_autocommit(False)
 
@@ -113,12 +119,12 @@ def by_django(url: str) -> Iterator[Borrowed]:
             with conn.cursor() as cursor:
                 cursor.execute(query)
 
-        yield Borrowed(conn, execute, conn.commit, conn.rollback)
+        yield CallerConnection(conn, execute, conn.commit, conn.rollback)
 
 
 @contextlib.contextmanager
 def django_connection(url: str) -> Iterator[Any]:
-    """`django.db.connection`, leading to this database."""
+    """`django.db.connection`, configured for this database."""
     import django
     from django.conf import settings
     from django.db import connection, connections
@@ -157,22 +163,22 @@ sync_libraries = pytest.mark.parametrize("library", SYNC, ids=lambda each: each.
 
 @sync_libraries
 def test_a_job_and_its_completion_commit_or_roll_back_with_the_callers_rows(
-    queue: JobQueue, database: str, looking: Looking, library: Any
+    queue: JobQueue, database: str, observer: Observer, library: Any
 ) -> None:
     with library(database) as mine:
         mine.execute(INSERT)
         lost = queue.enqueue("a", {"é": [1, None]}, delay=timedelta(0), conn=mine.conn)
         assert queue.get(lost, conn=mine.conn).data == {"é": [1, None]}
-        assert looking.jobs() == 0
+        assert observer.jobs() == 0
         mine.rollback()
-        assert (looking.orders(), looking.jobs()) == (0, 0)
+        assert (observer.orders(), observer.jobs()) == (0, 0)
 
         mine.execute(INSERT)
         handle = queue.enqueue("a", {"n": "100%"}, conn=mine.conn)
         queue.enqueue_many([("b", n) for n in range(5)], conn=mine.conn)
-        assert looking.jobs() == 0
+        assert observer.jobs() == 0
         mine.commit()
-        assert (looking.orders(), looking.jobs()) == (1, 6)
+        assert (observer.orders(), observer.jobs()) == (1, 6)
 
         job = queue.claim_one("a")
         assert job is not None
@@ -181,17 +187,17 @@ def test_a_job_and_its_completion_commit_or_roll_back_with_the_callers_rows(
         mine.execute(INSERT)
         queue.complete(handle, {"made": 1.5}, conn=mine.conn)
         mine.rollback()
-        assert (looking.orders(), looking.jobs("completed")) == (1, 0)
+        assert (observer.orders(), observer.jobs("completed")) == (1, 0)
         mine.execute(INSERT)
         queue.complete(handle, {"made": 1.5}, conn=mine.conn)
         mine.commit()
-        assert (looking.orders(), looking.jobs("completed")) == (2, 1)
+        assert (observer.orders(), observer.jobs("completed")) == (2, 1)
         assert queue.get(job).result == {"made": 1.5}
 
 
 @sync_libraries
 def test_every_operation_runs_in_the_callers_transaction(
-    queue: JobQueue, database: str, looking: Looking, library: Any
+    queue: JobQueue, database: str, observer: Observer, library: Any
 ) -> None:
     at = datetime(2040, 1, 1, tzinfo=UTC)
     queue.enqueue_many([("a", n) for n in range(7)])
@@ -219,7 +225,7 @@ def test_every_operation_runs_in_the_callers_transaction(
         with pytest.raises(LeaseLost) as caught:
             queue.complete(rest[1:3], conn=conn)
         assert set(caught.value.ids) == {rest[1].id, rest[2].id}
-        assert looking.jobs() == 7
+        assert observer.jobs() == 7
         mine.commit()
         assert queue.get(rest[1]).run_at == at
         assert {status: n for status, n in queue.counts().items() if n} == {
@@ -228,8 +234,8 @@ def test_every_operation_runs_in_the_callers_transaction(
 
 
 @sync_libraries
-def test_a_refusal_in_the_callers_transaction_is_typed(
-    database: str, looking: Looking, library: Any
+def test_errors_in_the_callers_transaction_are_howdahs_errors(
+    database: str, observer: Observer, library: Any
 ) -> None:
     queue = JobQueue(database, payload_limit=200_000)
     with library(database) as mine:
@@ -243,11 +249,11 @@ def test_a_refusal_in_the_callers_transaction_is_typed(
         with pytest.raises(SchemaMissing):
             JobQueue(database, schema="nope", create=False).enqueue("a", conn=mine.conn)
         mine.rollback()
-    assert looking.jobs() == 0
+    assert observer.jobs() == 0
 
 
-def test_djangos_atomic_block_decides_over_the_job(
-    queue: JobQueue, database: str, looking: Looking
+def test_a_job_is_enqueued_only_if_djangos_atomic_block_commits(
+    queue: JobQueue, database: str, observer: Observer
 ) -> None:
     from django.db import connection, transaction
 
@@ -255,18 +261,18 @@ def test_djangos_atomic_block_decides_over_the_job(
         with transaction.atomic():
             queue.enqueue("a", conn=connection)
             transaction.set_rollback(True)
-        assert looking.jobs() == 0
+        assert observer.jobs() == 0
         with transaction.atomic():
             queue.enqueue("a", conn=connection)
-            assert looking.jobs() == 0
-        assert looking.jobs() == 1
+            assert observer.jobs() == 0
+        assert observer.jobs() == 1
         from django.db import connections
 
         queue.enqueue("a", conn=connections["default"])
-        assert looking.jobs() == 2
+        assert observer.jobs() == 2
 
 
-def test_the_first_use_of_a_callers_connection_makes_the_schema_outside_its_transaction(
+def test_the_first_use_of_a_callers_connection_creates_the_schema_outside_its_transaction(
     empty_database: str,
 ) -> None:
     queue = JobQueue(empty_database)
@@ -280,15 +286,15 @@ def test_the_first_use_of_a_callers_connection_makes_the_schema_outside_its_tran
     queue.close()
 
 
-def test_a_queue_without_a_database_of_its_own_works_on_the_callers_connection(
-    database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, looking: Looking
+def test_a_queue_without_a_database_works_on_the_callers_connection(
+    database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, observer: Observer
 ) -> None:
     monkeypatch.delenv("HOWDAH_DATABASE_URL", raising=False)
     monkeypatch.delenv("DATABASE_URL", raising=False)
     monkeypatch.chdir(tmp_path)
     with psycopg.connect(database) as conn:
         JobQueue().enqueue("a", conn=conn)
-    assert looking.jobs() == 1
+    assert observer.jobs() == 1
     with psycopg.connect(database) as conn, pytest.raises(SchemaMissing):
         JobQueue(schema="elsewhere").enqueue("a", conn=conn)
 
@@ -305,14 +311,14 @@ def test_a_schema_with_a_percent_sign_works_in_django(empty_database: str) -> No
 
 
 @contextlib.asynccontextmanager
-async def by_apsycopg(url: str) -> AsyncIterator[Borrowed]:
+async def by_apsycopg(url: str) -> AsyncIterator[CallerConnection]:
     conn = await psycopg.AsyncConnection.connect(url)
-    yield Borrowed(conn, lambda q: conn.execute(q.encode()), conn.commit, conn.rollback)
+    yield CallerConnection(conn, lambda q: conn.execute(q.encode()), conn.commit, conn.rollback)
     await conn.close()
 
 
-def by_transactions(conn: Any) -> Borrowed:
-    """asyncpg has no transaction until one is begun."""
+def by_transactions(conn: Any) -> CallerConnection:
+    """asyncpg begins a transaction only on request."""
     begun: list[Any] = []
 
     async def execute(query: str) -> None:
@@ -325,18 +331,18 @@ def by_transactions(conn: Any) -> Borrowed:
     async def end(name: str) -> None:
         await getattr(begun.pop(), name)()
 
-    return Borrowed(conn, execute, lambda: end("commit"), lambda: end("rollback"))
+    return CallerConnection(conn, execute, lambda: end("commit"), lambda: end("rollback"))
 
 
 @contextlib.asynccontextmanager
-async def by_asyncpg(url: str) -> AsyncIterator[Borrowed]:
+async def by_asyncpg(url: str) -> AsyncIterator[CallerConnection]:
     conn = await asyncpg.connect(url)
     yield by_transactions(conn)
     await conn.close()
 
 
 @contextlib.asynccontextmanager
-async def by_asyncpg_with_codecs(url: str) -> AsyncIterator[Borrowed]:
+async def by_asyncpg_with_codecs(url: str) -> AsyncIterator[CallerConnection]:
     conn = await asyncpg.connect(url)
     for name in ("json", "jsonb"):
         await conn.set_type_codec(name, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
@@ -345,21 +351,21 @@ async def by_asyncpg_with_codecs(url: str) -> AsyncIterator[Borrowed]:
 
 
 @contextlib.asynccontextmanager
-async def by_asyncpg_pool(url: str) -> AsyncIterator[Borrowed]:
+async def by_asyncpg_pool(url: str) -> AsyncIterator[CallerConnection]:
     async with asyncpg.create_pool(url, min_size=1, max_size=1) as pool, pool.acquire() as conn:
         yield by_transactions(conn)
 
 
 def by_async_sqlalchemy(driver: str, kind: str) -> Any:
     @contextlib.asynccontextmanager
-    async def library(url: str) -> AsyncIterator[Borrowed]:
+    async def library(url: str) -> AsyncIterator[CallerConnection]:
         engine = create_async_engine(with_driver(url, driver).replace("@/", "@:5432/"))
         async with AsyncSession(engine) if kind == "session" else engine.connect() as conn:
 
             def execute(query: str) -> Awaitable[Any]:
                 return conn.execute(sqlalchemy.text(query or "SELECT 1"))
 
-            yield Borrowed(conn, execute, conn.commit, conn.rollback)
+            yield CallerConnection(conn, execute, conn.commit, conn.rollback)
         await engine.dispose()
 
     library.__name__ = f"by_sqlalchemy_{driver}_{kind}"
@@ -375,23 +381,23 @@ async_libraries = pytest.mark.parametrize("library", ASYNC, ids=lambda each: eac
 
 
 @async_libraries
-async def test_an_awaited_job_and_its_completion_commit_or_roll_back_with_the_callers_rows(
-    aqueue: AsyncJobQueue, database: str, looking: Looking, library: Any
+async def test_an_async_enqueue_and_completion_commit_or_roll_back_with_the_callers_rows(
+    aqueue: AsyncJobQueue, database: str, observer: Observer, library: Any
 ) -> None:
     async with library(database) as mine:
         await mine.execute(INSERT)
         lost = await aqueue.enqueue("a", {"é": [1, None]}, conn=mine.conn)
         assert (await aqueue.get(lost, conn=mine.conn)).data == {"é": [1, None]}
-        assert looking.jobs() == 0
+        assert observer.jobs() == 0
         await mine.rollback()
-        assert (looking.orders(), looking.jobs()) == (0, 0)
+        assert (observer.orders(), observer.jobs()) == (0, 0)
 
         await mine.execute(INSERT)
         handle = await aqueue.enqueue("a", {"n": "100%"}, conn=mine.conn)
         await aqueue.enqueue_many([("b", n) for n in range(5)], conn=mine.conn)
-        assert looking.jobs() == 0
+        assert observer.jobs() == 0
         await mine.commit()
-        assert (looking.orders(), looking.jobs()) == (1, 6)
+        assert (observer.orders(), observer.jobs()) == (1, 6)
 
         job = await aqueue.claim_one("a")
         assert job is not None
@@ -400,13 +406,13 @@ async def test_an_awaited_job_and_its_completion_commit_or_roll_back_with_the_ca
             await mine.execute(INSERT)
             await aqueue.complete(handle, {"made": 1.5}, conn=mine.conn)
             await end()
-        assert (looking.orders(), looking.jobs("completed")) == (2, 1)
+        assert (observer.orders(), observer.jobs("completed")) == (2, 1)
         assert (await aqueue.get(job)).result == {"made": 1.5}
 
 
 @async_libraries
-async def test_every_operation_runs_in_the_awaiting_callers_transaction(
-    aqueue: AsyncJobQueue, database: str, looking: Looking, library: Any
+async def test_every_async_operation_runs_in_the_callers_transaction(
+    aqueue: AsyncJobQueue, database: str, observer: Observer, library: Any
 ) -> None:
     at = datetime(2040, 1, 1, tzinfo=UTC)
     await aqueue.enqueue_many([("a", n) for n in range(7)])
@@ -433,7 +439,7 @@ async def test_every_operation_runs_in_the_awaiting_callers_transaction(
         await aqueue.complete([one, rest[0]], ["r", None], conn=conn)
         with pytest.raises(LeaseLost):
             await aqueue.complete(rest[1:3], conn=conn)
-        assert looking.jobs() == 7
+        assert observer.jobs() == 7
         await mine.commit()
         assert (await aqueue.get(rest[1])).run_at == at
         assert {status: n for status, n in (await aqueue.counts()).items() if n} == {
@@ -447,7 +453,7 @@ async def test_every_operation_runs_in_the_awaiting_callers_transaction(
         await mine.rollback()
 
 
-# ── what will not do ──────────────────────────────────────────────────────────────────────────────
+# ── unsupported connections ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_wrong_kind_of_connection_is_refused_by_name(database: str) -> None:

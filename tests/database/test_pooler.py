@@ -1,4 +1,4 @@
-"""Through a real PgBouncer in transaction mode, where no session outlives a transaction."""
+"""Through a real PgBouncer in transaction mode, where a session ends with its transaction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pooled(database: str) -> Iterator[str]:
             "auth_type = any\npool_mode = transaction\ndefault_pool_size = 2\n"
         )
         Path(directory).chmod(0o755)
-        # It refuses to run as root, and the server's socket is open to its own account and root alone.
+        # PgBouncer refuses to run as root, and only its account and root may use the server's socket.
         account = Path(parse_qs(parts.query)["host"][0]).owner() if os.geteuid() == 0 else None
         process = subprocess.Popen(
             [str(PROGRAM), "-q", str(settings)], user=account, stderr=subprocess.DEVNULL
@@ -56,12 +56,12 @@ def pooled(database: str) -> Iterator[str]:
 
 
 def _wait_for(port: int) -> None:
-    give_up = time.monotonic() + 120
+    deadline = time.monotonic() + 120
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
         except OSError:
-            assert time.monotonic() < give_up, "the pooler did not start"
+            assert time.monotonic() < deadline, "the pooler did not start"
             time.sleep(0.02)
         else:
             return
@@ -78,7 +78,7 @@ def test_the_sync_queue_works_through_a_pooler(pooled: str) -> None:
 
 async def test_the_async_queue_works_through_a_pooler(pooled: str) -> None:
     queue = AsyncJobQueue(pooled)
-    # More at once than the pooler has connections: statements of one caller meet others' sessions.
+    # More at once than the pooler has connections, so that callers use each other's sessions.
     await asyncio.gather(*(queue.enqueue("work", {"n": n}, queue=f"q{n % 3}") for n in range(60)))
 
     async def work(name: str) -> None:
@@ -107,11 +107,11 @@ async def test_a_worker_falls_back_to_polling_behind_a_pooler(pooled: str) -> No
     await app.aclose()
 
 
-async def test_a_listener_does_not_take_its_own_echo_for_proof_behind_a_pooler(
+async def test_a_listener_behind_a_pooler_is_never_healthy(
     pooled: str, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pooler may give LISTEN and the probing NOTIFY the same session, which then answers itself; what
-    others notify of arrives nowhere."""
+    """The pooler may run LISTEN and the probing NOTIFY in the same session, which then notifies itself.
+    Notifications of other sessions do not arrive."""
     monkeypatch.setattr(listener, "PROBE_SECONDS", 0.05)
     monkeypatch.setattr(listener, "PROBE_TIMEOUT_SECONDS", 0.2)
     listening = listener.Listener(pooled, "howdah")

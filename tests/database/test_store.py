@@ -1,4 +1,4 @@
-"""Pools, broken connections, and what is said when the database does not answer."""
+"""Pools, broken connections, and the errors if the database does not answer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import psycopg
 import psycopg_pool
 import pytest
 
+from blocking import BlockingAsyncJobQueue
 from howdah import (
     AsyncJobQueue,
     DatabaseUnreachable,
@@ -35,6 +36,7 @@ from howdah.database.retry_loop import POOL_CONNECTIONS, TIMEOUT_SECONDS
 from howdah.database.store import Store, _stores
 from howdah.embedded import EmbeddedServer
 from howdah.protocol.statements import Statement
+from waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -45,21 +47,20 @@ if TYPE_CHECKING:
 # ── a cut connection ──────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def cut_queue(proxy: Proxy, queue: JobQueue, database: str) -> Iterator[JobQueue]:
-    """A queue behind the proxy; `queue` goes past it."""
-    cut = JobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]))
+both_queues = pytest.mark.parametrize(
+    "queue_class", [JobQueue, BlockingAsyncJobQueue], ids=["sync", "async"]
+)
+
+
+@pytest.fixture(params=[JobQueue, BlockingAsyncJobQueue], ids=["sync", "async"])
+def cut_queue(
+    request: pytest.FixtureRequest, proxy: Proxy, queue: JobQueue, database: str
+) -> Iterator[JobQueue]:
+    """A sync or async queue behind the proxy. `queue` connects to the server directly."""
+    cut = request.param(proxy.url(database.partition("?")[0].rpartition("/")[2]))
     cut.pending()
     yield cut
     cut.close()
-
-
-@pytest.fixture
-async def acut_queue(proxy: Proxy, database: str) -> AsyncIterator[AsyncJobQueue]:
-    cut = AsyncJobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]))
-    await cut.pending()
-    yield cut
-    await cut.close()
 
 
 @pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
@@ -74,21 +75,24 @@ def test_an_enqueue_that_was_not_answered_makes_one_job(
 
 
 @pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
-async def test_an_awaited_enqueue_that_was_not_answered_makes_one_job(
-    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue, executed: bool
+async def test_a_batch_of_enqueues_that_was_not_answered_makes_each_job_once(
+    proxy: Proxy, queue: JobQueue, database: str, executed: bool
 ) -> None:
+    cut = AsyncJobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]))
+    await cut.pending()
     proxy.cut(b"cut-here", executed=executed)
-    handles = await asyncio.gather(*(acut_queue.enqueue("cut-here", n) for n in range(5)))
+    handles = await asyncio.gather(*(cut.enqueue("cut-here", n) for n in range(5)))
     assert all(each.is_new for each in handles)
     assert proxy.cuts == 1
     assert sorted(job.id for job in queue.find()) == sorted(each.id for each in handles)
+    await cut.close()
 
 
 def complete_all(queue: JobQueue) -> None:
     queue.complete(queue.claim(batch_size=100))
 
 
-def test_an_unanswered_enqueue_whose_job_has_finished_meanwhile_makes_no_second_one(
+def test_an_unanswered_enqueue_whose_job_has_finished_makes_no_second_job(
     proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
 ) -> None:
     proxy.cut(b"cut-here", executed=True, then=lambda: complete_all(queue))
@@ -99,17 +103,7 @@ def test_an_unanswered_enqueue_whose_job_has_finished_meanwhile_makes_no_second_
     assert queue.get(handle).status == "completed"
 
 
-async def test_an_awaited_unanswered_enqueue_whose_job_has_finished_makes_no_second_one(
-    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue
-) -> None:
-    proxy.cut(b"cut-here", executed=True, then=lambda: complete_all(queue))
-    handle = await acut_queue.enqueue("cut-here")
-    assert handle.is_new
-    assert queue.counts()["completed"] == 1
-    assert queue.pending() == 0
-
-
-def test_an_unanswered_enqueue_under_a_key_is_new_to_the_caller_who_made_it(
+def test_an_unanswered_enqueue_with_an_idempotency_key_is_new_when_it_is_resent(
     proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
 ) -> None:
     proxy.cut(b"cut-here", executed=True)
@@ -119,45 +113,23 @@ def test_an_unanswered_enqueue_under_a_key_is_new_to_the_caller_who_made_it(
     assert queue.pending() == 1
 
 
-@pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
-def test_a_bulk_enqueue_whose_commit_was_not_answered_is_made_once(
-    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue, executed: bool
-) -> None:
-    proxy.cut(b"COMMIT", executed=executed)
-    handles = cut_queue.enqueue_many(("bulk", n) for n in range(6_000))
-    assert proxy.cuts == 1
-    assert all(each.is_new for each in handles)
-    assert queue.pending() == len(handles) == 6_000
-
-
 @pytest.mark.parametrize(
     ("marker", "executed"), [(b"COMMIT", True), (b"COMMIT", False), (b"cut-here", False)]
 )
-async def test_an_awaited_bulk_enqueue_that_was_cut_is_made_once(
-    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue, marker: bytes, executed: bool
+def test_a_bulk_enqueue_that_was_cut_makes_each_job_once(
+    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue, marker: bytes, executed: bool
 ) -> None:
     jobs = [("bulk", "cut-here" if n == 3_000 else n) for n in range(6_000)]
     proxy.cut(marker, executed=executed)
-    handles = await acut_queue.enqueue_many(jobs)
+    handles = cut_queue.enqueue_many(jobs)
     assert proxy.cuts == 1
     assert all(each.is_new for each in handles)
     assert queue.pending() == len(handles) == 6_000
     assert [job.data for job in queue.claim(batch_size=6_000)] == [data for _, data in jobs]
 
 
-def test_a_bulk_enqueue_that_was_cut_in_the_middle_is_made_once(
-    proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
-) -> None:
-    proxy.cut(b"cut-here", executed=False)
-    jobs = [("bulk", "cut-here" if n == 3_000 else n) for n in range(6_000)]
-    handles = cut_queue.enqueue_many(jobs)
-    assert proxy.cuts == 1
-    assert all(each.is_new for each in handles)
-    assert [job.data for job in queue.claim(batch_size=6_000)] == [data for _, data in jobs]
-
-
 @pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
-def test_a_completion_that_was_not_answered_is_accepted_and_not_refused(
+def test_a_completion_that_was_not_answered_is_accepted(
     proxy: Proxy, queue: JobQueue, cut_queue: JobQueue, executed: bool
 ) -> None:
     cut_queue.enqueue_many([("a", n) for n in range(3)])
@@ -170,19 +142,7 @@ def test_a_completion_that_was_not_answered_is_accepted_and_not_refused(
         cut_queue.complete(jobs[0])
 
 
-@pytest.mark.parametrize("executed", [True, False], ids=["executed", "not executed"])
-async def test_an_awaited_completion_that_was_not_answered_is_accepted(
-    proxy: Proxy, queue: JobQueue, acut_queue: AsyncJobQueue, executed: bool
-) -> None:
-    await acut_queue.enqueue("a")
-    jobs = await acut_queue.claim()
-    proxy.cut(b"cut-here", executed=executed)
-    await acut_queue.complete(jobs, ["cut-here"])
-    assert proxy.cuts == 1
-    assert queue.get(jobs[0]).result == "cut-here"
-
-
-def test_a_completion_that_was_not_answered_is_refused_if_the_lease_was_lost_meanwhile(
+def test_a_completion_that_was_not_answered_is_rejected_if_the_lease_was_lost(
     proxy: Proxy, queue: JobQueue, cut_queue: JobQueue
 ) -> None:
     cut_queue.enqueue("a")
@@ -193,7 +153,7 @@ def test_a_completion_that_was_not_answered_is_refused_if_the_lease_was_lost_mea
     assert queue.get(jobs[0]).status == "pending"
 
 
-# ── a server that goes away ───────────────────────────────────────────────────────────────────────
+# ── a server that is restarted or stopped ───────────────────────────────────────────────────────────────────────
 
 
 def terminate_all(conn: psycopg.Connection) -> None:
@@ -203,7 +163,7 @@ def terminate_all(conn: psycopg.Connection) -> None:
     )
 
 
-def test_work_goes_on_when_every_connection_was_terminated(
+def test_threads_continue_after_every_connection_was_terminated(
     queue: JobQueue, connect: Callable[[], psycopg.Connection]
 ) -> None:
     together = threading.Barrier(6)
@@ -219,7 +179,7 @@ def test_work_goes_on_when_every_connection_was_terminated(
     assert queue.pending() == 12
 
 
-async def test_awaited_work_goes_on_when_every_connection_was_terminated(
+async def test_tasks_continue_after_every_connection_was_terminated(
     aqueue: AsyncJobQueue, connect: Callable[[], psycopg.Connection]
 ) -> None:
     await asyncio.gather(*(aqueue.pending() for _ in range(6)))
@@ -230,7 +190,7 @@ async def test_awaited_work_goes_on_when_every_connection_was_terminated(
 
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[EmbeddedServer]:
-    """A server to stop and start. Its role `guarded` must give a password: "right"."""
+    """A server to stop and start. Its role `guarded` needs a password: "right"."""
     where = Path(tempfile.mkdtemp(prefix="howdah-store-"))
     where.chmod(0o755)
     server = EmbeddedServer(where / "pg", settings={"fsync": "off"})
@@ -249,14 +209,17 @@ def own_server() -> Iterator[EmbeddedServer]:
     where.rmdir()
 
 
-def test_work_goes_on_after_a_restart_of_the_server(own_server: EmbeddedServer) -> None:
-    queue = JobQueue(own_server.url, schema="restart", timeout=FOR_EVER)
+@both_queues
+def test_a_queue_continues_after_a_restart_of_the_server(
+    own_server: EmbeddedServer, queue_class: Any
+) -> None:
+    queue = queue_class(own_server.url, schema=f"restart {queue_class.__name__}", timeout=LONG)
     queue.enqueue("a")
     own_server.stop("fast")
     own_server.start()
     queue.enqueue("a")
     own_server.stop("fast")
-    with ThreadPoolExecutor(1) as thread:  # a call that begins while nobody is there to answer
+    with ThreadPoolExecutor(1) as thread:  # a call that begins while the server is down
         waiting = thread.submit(queue.enqueue, "a")
         own_server.start()
         assert waiting.result().is_new
@@ -264,39 +227,28 @@ def test_work_goes_on_after_a_restart_of_the_server(own_server: EmbeddedServer) 
     queue.close()
 
 
-async def test_awaited_work_goes_on_after_a_restart_of_the_server(
-    own_server: EmbeddedServer,
-) -> None:
-    queue = AsyncJobQueue(own_server.url, schema="restart_async", timeout=FOR_EVER)
-    await queue.enqueue("a")
-    own_server.stop("fast")
-    waiting = asyncio.create_task(queue.enqueue("a"))
-    await asyncio.to_thread(own_server.start)
-    assert (await waiting).is_new
-    assert await queue.pending() == 2
-    await queue.close()
-
-
-def test_a_server_that_is_away_is_tried_again_and_again(proxy: Proxy, database: str) -> None:
+def test_a_server_that_refuses_connections_is_retried_often(proxy: Proxy, database: str) -> None:
     queue = JobQueue(proxy.url(database.partition("?")[0].rpartition("/")[2]), timeout=8)
     queue.pending()
     pool = queue._backend.store._pool
     assert pool is not None
     proxy.refuse()
     with pool.connection() as conn:
-        conn.close()  # the pool knows that it has none
+        conn.close()  # so that the pool has to connect
     before = proxy.refused
     with pytest.raises(DatabaseUnreachable):
         queue.pending()
     queue.close()
-    # Attempts that lie ever further apart, as the pool's own, would be six; these are about sixteen.
+    # The pool's own attempts, which grow further apart, would be six. These are about sixteen.
     assert proxy.refused - before >= 10
 
 
-def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: EmbeddedServer) -> None:
+def test_a_stopped_server_is_reported_within_the_timeout(own_server: EmbeddedServer) -> None:
     queue = JobQueue(own_server.url, schema="away")
     queue.enqueue("a")
-    queue._backend.store._settings.timeout = 0.3  # the first call took its time
+    queue._backend.store._settings.timeout = (
+        0.3  # the first call, which creates the schema, needs longer
+    )
     own_server.stop("fast")
     began = time.monotonic()
     try:
@@ -310,13 +262,13 @@ def test_a_server_that_went_away_is_told_within_the_time_limit(own_server: Embed
         queue.close()
 
 
-async def test_a_statement_that_is_not_answered_in_time_is_given_up(database: str) -> None:
+async def test_a_statement_without_an_answer_fails_after_its_timeout(database: str) -> None:
     sleep = Statement("test", "SELECT pg_sleep(3600)::text", (), len)
-    store = Store(database, "howdah", timeout=0.2, command_timeout=0.2)
+    store = Store(database, "howdah", timeout=1, command_timeout=0.2)
     with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. Check"):
         await asyncio.to_thread(store.run, sleep)
     store.close()
-    astore = AsyncStore(database, "howdah", timeout=0.2, command_timeout=0.2)
+    astore = AsyncStore(database, "howdah", timeout=1, command_timeout=0.2)
     with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. Check"):
         await astore.run(sleep)
     await astore.close()
@@ -325,13 +277,13 @@ async def test_a_statement_that_is_not_answered_in_time_is_given_up(database: st
 # ── a server that cannot be reached ───────────────────────────────────────────────────────────────
 
 SECRET = "s3cr3t-w0rd"
-FOR_EVER = 3600.0  # what is told at once is told although there is so much time
+LONG = 3600.0  # seconds: an error that is raised at once does not wait for the timeout
 NOBODY = f"postgresql://alice:{SECRET}@127.0.0.1:1/shop"
 
 
-def everything_said(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
-    told = "".join(traceback.format_exception(error))
-    return "\n".join([str(error), repr(error), told, caplog.text, repr(caplog.records)])
+def everything_reported(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
+    trace = "".join(traceback.format_exception(error))
+    return "\n".join([str(error), repr(error), trace, caplog.text, repr(caplog.records)])
 
 
 def assert_unreachable(error: DatabaseUnreachable, caplog: pytest.LogCaptureFixture) -> None:
@@ -339,10 +291,10 @@ def assert_unreachable(error: DatabaseUnreachable, caplog: pytest.LogCaptureFixt
     assert str(error).endswith("Check that the server is up and that the URL is right.")
     assert (error.host, error.database) == ("127.0.0.1:1", "shop")
     assert "refused" in error.reason or "Connect call failed" in error.reason
-    assert SECRET not in everything_said(error, caplog)
+    assert SECRET not in everything_reported(error, caplog)
 
 
-def test_an_unreachable_database_is_named_without_its_password(
+def test_the_error_for_an_unreachable_database_does_not_show_the_password(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -355,7 +307,7 @@ def test_an_unreachable_database_is_named_without_its_password(
     assert SECRET not in repr(queue)
 
 
-async def test_an_unreachable_database_is_named_without_its_password_when_awaited(
+async def test_all_awaiting_callers_get_an_error_without_the_password(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -370,7 +322,7 @@ async def test_an_unreachable_database_is_named_without_its_password_when_awaite
         assert_unreachable(answer, caplog)
 
 
-def test_threads_do_not_wait_for_each_others_time_limits() -> None:
+def test_threads_do_not_wait_for_each_others_timeouts() -> None:
     queue = JobQueue(NOBODY, timeout=1)
     began = time.monotonic()
     with ThreadPoolExecutor(16) as threads:
@@ -381,12 +333,14 @@ def test_threads_do_not_wait_for_each_others_time_limits() -> None:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The URL of a server that takes connections and never says a word."""
+    """The URL of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"postgresql://alice@127.0.0.1:{listening.getsockname()[1]}/shop"
 
 
-async def test_a_server_that_takes_connections_and_says_nothing_is_unreachable(silent: str) -> None:
+async def test_a_server_that_accepts_connections_and_never_answers_is_unreachable(
+    silent: str,
+) -> None:
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable, match="no answer in time"):
         await AsyncJobQueue(silent, timeout=0.2).pending()
@@ -415,30 +369,30 @@ def test_a_wrong_password_or_name_fails_at_once(
     caplog.set_level(logging.DEBUG)
     url = own_server.url.replace("howdah@/howdah", f"{user}@/{database}")
     with pytest.raises(DatabaseUnreachable) as sync:
-        JobQueue(url, timeout=FOR_EVER).pending()
+        JobQueue(url, timeout=LONG).pending()
     with pytest.raises(DatabaseUnreachable) as awaited:
-        asyncio.run(AsyncJobQueue(url, timeout=FOR_EVER).pending())
+        asyncio.run(AsyncJobQueue(url, timeout=LONG).pending())
     for caught in (sync.value, awaited.value):
         assert reason in caught.reason
         assert caught.database == database
-        assert SECRET not in everything_said(caught, caplog)
+        assert SECRET not in everything_reported(caught, caplog)
 
 
-def test_a_right_password_opens_the_door(own_server: EmbeddedServer) -> None:
+def test_the_right_password_is_accepted(own_server: EmbeddedServer) -> None:
     queue = JobQueue(own_server.url.replace("howdah@", "guarded:right@"), schema="guarded")
     assert queue.pending() == 0
     queue.close()
 
 
 @pytest.mark.parametrize("password", ["s3cr3t/w0rd", "s3cr3t:w0rd/%"])
-def test_a_url_that_cannot_be_read_does_not_show_its_password(password: str) -> None:
+def test_the_error_for_an_unreadable_url_does_not_show_the_password(password: str) -> None:
     url = f"postgresql://alice:{password}@127.0.0.1:nine/shop"
     for call in (JobQueue(url, timeout=0.2).pending, lambda: asyncio.run(awaited(url))):
         with pytest.raises((InvalidOption, DatabaseUnreachable)) as caught:
             call()
-        told = "".join(traceback.format_exception(caught.value))
-        assert "s3cr3t" not in told
-        assert "w0rd" not in told
+        trace = "".join(traceback.format_exception(caught.value))
+        assert "s3cr3t" not in trace
+        assert "w0rd" not in trace
 
 
 async def awaited(url: str) -> int:
@@ -448,20 +402,22 @@ async def awaited(url: str) -> int:
 # ── the schema ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_call_makes_the_schema_unless_told_not_to(empty_database: str) -> None:
+@both_queues
+def test_the_first_call_creates_the_schema_unless_create_is_false(
+    empty_database: str, queue_class: Any
+) -> None:
     with pytest.raises(SchemaMissing) as caught:
-        JobQueue(empty_database, create=False).pending()
-    assert str(caught.value).startswith(
-        'schema "howdah" has no Howdah tables. Run `howdah migrate`'
+        queue_class(empty_database, create=False).pending()
+    assert str(caught.value) == (
+        'schema "howdah" has no Howdah tables. Run `howdah migrate`, '
+        "or omit create=False to create them on first use."
     )
-    with pytest.raises(SchemaMissing):
-        asyncio.run(AsyncJobQueue(empty_database, create=False).pending())
-    queue = JobQueue(empty_database)
+    queue = queue_class(empty_database)
     assert queue.pending() == 0
     queue.close()
 
 
-async def test_many_first_calls_at_once_make_one_schema(empty_database: str) -> None:
+async def test_first_calls_at_the_same_time_create_one_schema(empty_database: str) -> None:
     queues = [AsyncJobQueue(empty_database) for _ in range(4)]
     threads = [JobQueue(empty_database) for _ in range(4)]
     await asyncio.gather(
@@ -510,16 +466,16 @@ async def test_an_async_queue_runs_on_the_callers_own_pool(empty_database: str) 
         assert await pool.fetchval("SELECT 1") == 1
 
 
-async def test_a_closed_pool_of_the_callers_is_told_at_once(database: str) -> None:
+async def test_a_closed_pool_of_the_callers_is_reported_at_once(database: str) -> None:
     pool = psycopg_pool.ConnectionPool(database, open=False)
     with pytest.raises(DatabaseUnreachable, match="is not open yet"):
-        JobQueue(pool, timeout=FOR_EVER).pending()
+        JobQueue(pool, timeout=LONG).pending()
     apool = asyncpg.create_pool(database, min_size=0)
     with pytest.raises(DatabaseUnreachable, match="pool is not initialized"):
-        await AsyncJobQueue(apool, timeout=FOR_EVER).pending()
+        await AsyncJobQueue(apool, timeout=LONG).pending()
 
 
-def test_a_pool_of_the_callers_that_cannot_connect_is_named_without_its_password() -> None:
+def test_the_error_for_a_callers_pool_that_cannot_connect_does_not_show_the_password() -> None:
     with (
         psycopg_pool.ConnectionPool(NOBODY, min_size=0, max_size=1, open=True) as pool,
         pytest.raises(DatabaseUnreachable) as caught,
@@ -530,7 +486,7 @@ def test_a_pool_of_the_callers_that_cannot_connect_is_named_without_its_password
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_has_its_own_connections_and_name(queue: JobQueue) -> None:
+def test_a_forked_child_has_its_own_connections_and_worker_id(queue: JobQueue) -> None:
     queue.enqueue_many([("a", n) for n in range(20)])
     mine = queue.claim_one()
     reader, writer = os.pipe()
@@ -560,7 +516,7 @@ def test_a_forked_child_has_its_own_connections_and_name(queue: JobQueue) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_forked_while_a_thread_is_connecting_is_not_stuck(
+def test_a_child_forked_while_a_thread_connects_does_not_block(
     silent: str, queue: JobQueue
 ) -> None:
     other = JobQueue(silent, timeout=1)
@@ -575,7 +531,7 @@ def test_a_child_forked_while_a_thread_is_connecting_is_not_stuck(
         stuck.exception()
 
 
-def test_queues_that_are_dropped_leave_nothing_behind() -> None:
+def test_a_queue_without_references_is_not_kept_for_forks() -> None:
     gc.collect()
     before = len(_stores)
     for _ in range(10):
@@ -584,11 +540,11 @@ def test_queues_that_are_dropped_leave_nothing_behind() -> None:
     assert len(_stores) == before
 
 
-# ── connections at hand ───────────────────────────────────────────────────────────────────────────
+# ── kept connections ───────────────────────────────────────────────────────────────────────────
 
 
 PID = Statement("test", "SELECT pg_backend_pid()", (), lambda rows: rows[0][0])
-NAP = Statement("test", "SELECT pg_sleep(0.05)", (), lambda _: None)
+SLEEP = Statement("test", "SELECT pg_sleep(0.05)", (), lambda _: None)
 
 
 @pytest.fixture
@@ -598,18 +554,18 @@ async def store(database: str) -> AsyncIterator[AsyncStore]:
     await store.close()
 
 
-async def test_one_statement_after_the_other_has_the_same_connection(store: AsyncStore) -> None:
+async def test_successive_statements_use_the_same_connection(store: AsyncStore) -> None:
     assert len({await store.run(PID) for _ in range(20)}) == 1
     assert len(store._kept) == 1
 
 
-async def test_a_connection_kept_is_kept_from_nobody(store: AsyncStore) -> None:
-    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
+async def test_kept_connections_do_not_block_other_callers(store: AsyncStore) -> None:
+    await asyncio.gather(*(store.run(SLEEP) for _ in range(3 * POOL_CONNECTIONS)))
     assert len(store._kept) == KEPT_CONNECTIONS
-    await asyncio.gather(*(store.run(NAP) for _ in range(3 * POOL_CONNECTIONS)))
+    await asyncio.gather(*(store.run(SLEEP) for _ in range(3 * POOL_CONNECTIONS)))
 
 
-async def test_a_connection_that_was_idle_for_long_is_not_trusted(
+async def test_a_connection_that_was_idle_for_long_is_replaced(
     store: AsyncStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await store.run(PID)
@@ -617,12 +573,19 @@ async def test_a_connection_that_was_idle_for_long_is_not_trusted(
     assert await store.run(PID) != first
 
 
-async def test_a_connection_whose_statement_was_cancelled_is_not_kept(store: AsyncStore) -> None:
+async def test_a_connection_whose_statement_was_cancelled_is_not_kept(
+    store: AsyncStore, connect: Callable[[], psycopg.Connection[Any]]
+) -> None:
     await store.run(PID)
+    observer = connect()
     long = asyncio.create_task(
         store.run(Statement("test", "SELECT pg_sleep(60)", (), lambda _: None))
     )
-    await asyncio.sleep(0.1)
+    await eventually(
+        lambda: observer.execute(
+            "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'SELECT pg_sleep(60)%' AND state = 'active'"
+        ).fetchone()
+    )
     assert not store._kept
     long.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -631,14 +594,15 @@ async def test_a_connection_whose_statement_was_cancelled_is_not_kept(store: Asy
     assert await store.run(PID)
 
 
-async def test_closing_while_a_statement_is_under_way_leaves_no_connection(
+async def test_closing_while_a_statement_is_in_flight_leaves_no_connection(
     store: AsyncStore, connect: Callable[[], psycopg.Connection[Any]]
 ) -> None:
     pid = await store.run(PID)
-    nap = asyncio.create_task(store.run(NAP))
+    in_flight = asyncio.create_task(store.run(SLEEP))
     await asyncio.sleep(0)
+    assert not store._kept  # the statement has taken it
     await store.close()
-    await nap
+    await in_flight
     assert not store._kept
     left = connect().execute("SELECT count(*) FROM pg_stat_activity WHERE pid = %s", [pid])
     assert left.fetchone() == (0,)
@@ -652,7 +616,7 @@ def test_a_closed_queue_opens_again(queue: JobQueue) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_an_async_queue_serves_one_event_loop_after_another(database: str) -> None:
+def test_an_async_queue_can_be_used_in_one_event_loop_after_another(database: str) -> None:
     queue = AsyncJobQueue(database)
 
     async def use() -> Any:

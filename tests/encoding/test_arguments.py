@@ -1,4 +1,4 @@
-"""Arguments are read from JSON at once where they fit, and one by one where they do not: to the same end."""
+"""Arguments are decoded from JSON in one pass if they fit, and one by one otherwise, with the same result."""
 
 import enum
 from collections.abc import Callable
@@ -72,7 +72,9 @@ CASES: list[tuple[Callable[..., None], Any]] = [
 
 
 @pytest.mark.parametrize(("function", "data"), CASES)
-def test_both_ways_of_reading_arguments_agree(function: Callable[..., None], data: Any) -> None:
+def test_both_ways_of_decoding_arguments_have_the_same_result(
+    function: Callable[..., None], data: Any
+) -> None:
     arguments = Arguments.of(function, function.__name__, Context)
     ends: list[Any] = []
     for given in (data, msgspec.Raw(msgspec.json.encode(data))):
@@ -83,7 +85,7 @@ def test_both_ways_of_reading_arguments_agree(function: Callable[..., None], dat
     assert ends[0] == ends[1]
 
 
-def test_what_fits_is_read_at_once() -> None:
+def test_arguments_that_fit_are_decoded_in_one_pass() -> None:
     for function, data in (
         (plain, {"number": 1, "text": "x"}),
         (defaults, {"number": 1}),
@@ -108,7 +110,7 @@ def test_a_call_that_does_not_fit_is_refused(args: tuple[Any, ...], kwargs: dict
     [(1, "x"), (2**80, ""), (True, "x"), (1, Colour.RED), ("1", "x"), (1,), (1.0, "x"), (1, None),
      (-1, "ä\u2028\x00")],
 )  # fmt: skip
-def test_arguments_of_the_exact_types_need_no_other_look(args: tuple[Any, ...]) -> None:
+def test_the_shortcut_for_exact_types_has_the_same_result(args: tuple[Any, ...]) -> None:
     quick = Arguments.of(plain, "plain", Context)
     ends: list[Any] = []
     for arguments in (

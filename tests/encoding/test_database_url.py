@@ -1,3 +1,5 @@
+"""Database URLs: where they come from, their forms, and that messages never show a password."""
+
 from __future__ import annotations
 
 import inspect
@@ -20,7 +22,7 @@ from howdah.errors import InvalidOption
         (None, {}, None),
     ],
 )
-def test_the_argument_goes_before_the_environment(argument, environ, expected):
+def test_the_argument_takes_precedence_over_the_environment(argument, environ, expected):
     assert database_url.database_url(argument, environ) == expected
 
 
@@ -41,7 +43,7 @@ def test_the_argument_goes_before_the_environment(argument, environ, expected):
         ("postgres://h/d?options=-c%20geqo%3Doff", "postgresql://h/d?options=-c%20geqo%3Doff"),
     ],
 )
-def test_every_form_of_a_url_becomes_the_one_that_both_drivers_take(url, expected):
+def test_every_form_of_a_url_is_converted_to_the_form_that_both_drivers_accept(url, expected):
     assert database_url.normalize_url(url) == expected
 
 
@@ -53,7 +55,7 @@ def test_every_form_of_a_url_becomes_the_one_that_both_drivers_take(url, expecte
         "postgres://u@%2Ftmp%2Fsockets:6000/shop",
     ],
 )
-def test_both_drivers_read_the_same_from_a_normalised_url(url):
+def test_both_drivers_parse_a_normalized_url_alike(url):
     normal = database_url.normalize_url(url)
     libpq = psycopg.conninfo.conninfo_to_dict(normal)
     parse = asyncpg.connect_utils._parse_connect_dsn_and_args
@@ -123,12 +125,12 @@ def test_messages_name_the_host_and_the_database_and_no_password(url, expected):
 
 
 @pytest.mark.parametrize("special", "?#@")
-def test_half_a_password_is_never_taken_for_a_host(special):
+def test_a_password_with_special_characters_is_not_parsed_as_a_host(special):
     url = f"postgresql://user:first{special}second@db.example.com/shop"
     with pytest.raises(InvalidOption, match="special characters in the password percent-encoded"):
         database_url.normalize_url(url)
 
 
-def test_an_at_sign_in_an_option_is_none_of_the_password():
+def test_an_at_sign_in_an_option_is_accepted():
     url = "postgresql://db.example.com/shop?user=a@b"
     assert database_url.normalize_url(url) == url

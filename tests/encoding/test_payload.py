@@ -1,4 +1,4 @@
-"""What is refused when it is enqueued, and what is sanitised when it is reported."""
+"""Jobs that are refused when they are enqueued, and values that are sanitized when they are reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def deep(levels: int, kind: type = list) -> Any:
     return value
 
 
-def holding_itself(times: int) -> list[Any]:
+def containing_itself(times: int) -> list[Any]:
     value: list[Any] = []
     value.extend([value] * times)
     return value
@@ -88,9 +88,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "data is nested deeper than 100 levels; flatten it or store a reference."),
     ("10,000 levels", {"data": deep(10_000, dict)}, "data",
      "data is nested deeper than 100 levels; flatten it or store a reference."),
-    ("a list that holds itself", {"data": holding_itself(1)}, "data",
+    ("a list that contains itself", {"data": containing_itself(1)}, "data",
      "data is nested deeper than 100 levels; flatten it or store a reference."),
-    ("a list that holds itself twice", {"data": holding_itself(2)}, "data",
+    ("a list that contains itself twice", {"data": containing_itself(2)}, "data",
      "data is over 65,536 bytes of JSON and the limit is 65,536. "
      "Store it elsewhere (a table, a bucket) and enqueue a reference to it."),
     ("a datetime", {"data": {"at": NOW}}, "data",
@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.fixture(scope="module")
 def nowhere() -> Iterator[tuple[str, socket.socket]]:
-    """A URL, and the socket behind it that would show if anybody connected."""
+    """A URL, and the listening socket that would see a connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(0)
         yield f"postgresql://u@127.0.0.1:{listening.getsockname()[1]}/db", listening
@@ -207,7 +207,7 @@ def test_a_bad_job_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("job", [7, "work", (1, 2), ("work", 1, 2), None, {"data": 1}])
-def test_what_is_no_job_at_all_is_refused_with_its_index(job: Any) -> None:
+def test_a_value_that_is_not_a_job_is_refused_with_its_index(job: Any) -> None:
     with pytest.raises(InvalidJob, match=r"^job 2: (a \w+ is not a job; |job_type is missing\.)"):
         JobQueue("postgresql://").enqueue_many([("a", 1), NewJob(job_type="b"), job])
 
@@ -220,7 +220,9 @@ def test_an_unknown_option_of_a_job_in_bulk_is_refused_with_its_index_and_a_sugg
         JobQueue("postgresql://").enqueue_many([{"job_type": "b", 1: 2}])
 
 
-def test_a_payload_of_exactly_the_limit_is_taken_and_one_byte_more_is_not(queue: JobQueue) -> None:
+def test_a_payload_of_exactly_the_limit_is_accepted_and_one_byte_more_is_refused(
+    queue: JobQueue,
+) -> None:
     fits = "x" * (64 * 1024 - 2)
     assert queue.get(queue.enqueue("big", fits)).data == fits
     with pytest.raises(PayloadTooLarge) as caught:
@@ -232,13 +234,13 @@ def test_a_payload_of_exactly_the_limit_is_taken_and_one_byte_more_is_not(queue:
     assert queue.pending() == 1
 
 
-def test_python_and_the_database_count_the_bytes_of_a_payload_alike(queue: JobQueue) -> None:
-    # 1e300 and 1e-300 are five bytes to one printer and three hundred to another.
+def test_python_and_the_database_count_the_same_bytes_of_a_payload(queue: JobQueue) -> None:
+    # 1e300 and 1e-300 are five bytes in one notation and three hundred in another.
     def fill(n: int) -> list[Any]:
         return [1e300, -1e300, 1e-300, 'é\n\t\x1f"\\ /', {"a": [], "b": {}}] * 60 + ["x" * n]
 
-    at_hand = len(bytes(memoryview(bounds.encode_data(fill(0)))))
-    exact = fill(64 * 1024 - at_hand)
+    used = len(bytes(memoryview(bounds.encode_data(fill(0)))))
+    exact = fill(64 * 1024 - used)
     assert queue.get(queue.enqueue("exact", exact)).data == exact
     with pytest.raises(PayloadTooLarge, match=r"^data is 65,537 bytes"):
         queue.enqueue("over", [*exact[:-1], exact[-1] + "x"])
@@ -251,8 +253,10 @@ def test_the_limit_of_a_payload_can_be_lowered() -> None:
         JobQueue("postgresql://", payload_limit=1e6)  # type: ignore[arg-type]
 
 
-def test_a_refusal_by_the_database_is_typed_and_names_the_index(database: str) -> None:
-    queue = JobQueue(database, payload_limit=200_000)  # more than the database takes
+def test_a_payload_that_the_database_refuses_raises_payload_too_large_with_its_index(
+    database: str,
+) -> None:
+    queue = JobQueue(database, payload_limit=200_000)  # more than the database accepts
     with pytest.raises(PayloadTooLarge) as caught:
         queue.enqueue_many([("small", 1), ("small", 2), ("big", "x" * 100_000)])
     assert caught.value.index == 2
@@ -263,7 +267,7 @@ def test_a_refusal_by_the_database_is_typed_and_names_the_index(database: str) -
     queue.close()
 
 
-def test_subclasses_of_jsons_types_are_taken_for_what_they_are(queue: JobQueue) -> None:
+def test_subclasses_of_jsons_types_are_stored_as_these_types(queue: JobQueue) -> None:
     given = {
         "str": Name("n"), "int": Count(3), "float": Ratio(2.5), "long": Ratio(1e23),
         "enum": Colour.RED, "number": Size.BIG, Colour.RED: 1, Name("key"): 2,
@@ -298,7 +302,9 @@ values = st.recursive(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(batch=st.lists(values, min_size=1, max_size=40))
-def test_what_goes_in_comes_out_equal(queue: JobQueue, batch: list[Any]) -> None:
+def test_stored_data_and_results_are_equal_to_the_originals(
+    queue: JobQueue, batch: list[Any]
+) -> None:
     queue.enqueue_many([("echo", {"value": value}) for value in batch])
     jobs = []
     while claimed := queue.claim("echo", batch_size=50):
@@ -318,7 +324,7 @@ def test_a_float_stays_a_float(queue: JobQueue) -> None:
     assert {type(each) for each in (*after.data, *after.result)} == {float}
 
 
-def test_numbers_and_depths_that_python_cannot_hold_spoil_no_claim(
+def test_numbers_and_depths_that_python_does_not_support_do_not_fail_a_claim(
     queue: JobQueue, connect: Callable[[], psycopg.Connection]
 ) -> None:
     conn = connect()
@@ -384,18 +390,18 @@ def cyclic_dict() -> dict[str, Any]:
     return value
 
 
-POISON = [
+UNSTORABLE = [
     "\x00", "\ud800", "x" * 200_000, math.nan, math.inf, 10**6000, deep(10_000), deep(10_000, dict),
-    holding_itself(1), holding_itself(2), cyclic_dict(), cyclic_node(), Unreadable(), Silent(), Evil(),
+    containing_itself(1), containing_itself(2), cyclic_dict(), cyclic_node(), Unreadable(), Silent(), Evil(),
     Endless([1]), Deceptive(3), object(), {1, 2}, b"\xff", {b"\xff": Silent()}, {Silent(): 1}, NOW,
     Decimal("1.5"), uuid.uuid4(), Plain.ONE, lambda: 0, (each for each in "ab"), msgspec.Raw(b"{"),
     list(range(100_000)), {"\x00\ud800": "\ud800\x00"}, 1j, type, NotImplemented,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("poison", POISON, ids=[type(each).__name__ for each in POISON])
-def test_any_value_becomes_json_of_bounded_size(poison: Any) -> None:
-    for value in (poison, [poison], {"k": poison}, Node(poison)):
+@pytest.mark.parametrize("unstorable", UNSTORABLE, ids=[type(each).__name__ for each in UNSTORABLE])
+def test_any_value_becomes_json_of_bounded_size(unstorable: Any) -> None:
+    for value in (unstorable, [unstorable], {"k": unstorable}, Node(unstorable)):
         text = bounds.clean_json(value)
         json.loads(text)
         assert len(text.encode()) <= bounds.RESULT_LIMIT
@@ -437,7 +443,7 @@ def test_cleaned_text_is_short_enough_and_storable(text: str, limit: int) -> Non
     cleaned.encode()
 
 
-def test_a_result_over_the_limit_says_so_and_shows_its_start() -> None:
+def test_a_result_over_the_limit_is_marked_as_truncated_and_keeps_its_start() -> None:
     cut = json.loads(bounds.clean_json("é" * 100_000))
     assert cut["truncated"] is True
     assert cut["bytes"] == 200_002
@@ -460,28 +466,30 @@ def test_an_error_becomes_its_type_and_message(error: BaseException | str, text:
     assert bounds.format_error(error) == text
 
 
-def test_a_huge_error_is_cut() -> None:
+def test_a_long_error_is_cut_to_the_limit() -> None:
     text = bounds.format_error(ValueError("x" * 10**6))
     assert len(text) == bounds.ERROR_LIMIT
     assert text.endswith("…")
 
 
-def test_poison_in_reports_is_stored_sanitised_and_harms_no_neighbour(queue: JobQueue) -> None:
-    queue.enqueue_many([("work", n) for n in range(len(POISON) + 1)])
-    jobs = queue.claim(batch_size=len(POISON) + 1)
-    for job, poison in zip(jobs, POISON, strict=False):
-        queue.progress(job, math.nan, stage=poison)
-        queue.event(job, poison, poison)
+def test_unstorable_values_in_reports_are_sanitized_and_do_not_affect_other_jobs(
+    queue: JobQueue,
+) -> None:
+    queue.enqueue_many([("work", n) for n in range(len(UNSTORABLE) + 1)])
+    jobs = queue.claim(batch_size=len(UNSTORABLE) + 1)
+    for job, unstorable in zip(jobs, UNSTORABLE, strict=False):
+        queue.progress(job, math.nan, stage=unstorable)
+        queue.event(job, unstorable, unstorable)
     assert {queue.get(job).progress for job in jobs} == {0}
     assert all(len(queue.get(job).current_stage or "") <= 100 for job in jobs)
-    queue.complete(jobs, [*POISON, "fine"])
+    queue.complete(jobs, [*UNSTORABLE, "fine"])
     assert queue.get(jobs[-1]).result == "fine"
     assert queue.get(jobs[0]).result == "\ufffd"
     assert [event.kind for event in queue.events(jobs[0])] == ["\ufffd"]
     assert queue.counts()["completed"] == len(jobs)
 
 
-def test_poison_in_failures_is_stored_sanitised(queue: JobQueue) -> None:
+def test_unstorable_values_in_failures_are_sanitized(queue: JobQueue) -> None:
     errors: list[Any] = ["\x00\ud800" * 20_000, Unreadable(), ValueError("\x00"), Silent(), None]
     for error in errors:
         queue.enqueue("work", max_attempts=1)

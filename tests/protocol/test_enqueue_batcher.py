@@ -1,4 +1,4 @@
-"""Single enqueues that are awaited at once travel together, and each stands for itself."""
+"""Single enqueues that are awaited at the same time are batched, and each has its own result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def observer(connect: Callable[[], psycopg.Connection]) -> psycopg.Connection:
-    """A second connection, with statistics of every statement, also of those inside functions."""
+    """A second connection, with statistics of all statements, including those inside functions."""
     conn = connect()
     conn.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
     conn.execute(
@@ -29,7 +29,7 @@ def observer(connect: Callable[[], psycopg.Connection]) -> psycopg.Connection:
 
 @pytest.fixture
 async def counted(observer: psycopg.Connection, database: str) -> AsyncIterator[AsyncJobQueue]:
-    queue = AsyncJobQueue(database, payload_limit=200_000)  # more than the database takes
+    queue = AsyncJobQueue(database, payload_limit=200_000)  # more than the database accepts
     await queue.pending()
     observer.execute("SELECT pg_stat_statements_reset()")
     yield queue
@@ -57,7 +57,7 @@ async def test_sixty_four_enqueues_at_once_are_sent_in_at_most_four_inserts(
 ) -> None:
     async def enqueue(n: int) -> Handle:
         handle = await counted.enqueue("a", n)
-        assert is_visible(observer, handle)  # when its own await returns
+        assert is_visible(observer, handle)  # as soon as its await returns
         return handle
 
     handles = await asyncio.gather(*(enqueue(n) for n in range(64)))
@@ -70,18 +70,18 @@ async def test_sixty_four_enqueues_at_once_are_sent_in_at_most_four_inserts(
 async def test_many_callers_are_served_by_two_statements_at_a_time(
     aqueue: AsyncJobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_way, most, sizes = 0, 0, []
+    in_flight, most, sizes = 0, 0, []
     send = aqueue._backend._send
 
     async def watched(jobs: list[dict[str, Any]]) -> list[Handle]:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
         sizes.append(len(jobs))
         try:
             return await send(jobs)
         finally:
-            under_way -= 1
+            in_flight -= 1
 
     monkeypatch.setattr(aqueue._backend._batcher, "_send", watched)
 
@@ -97,7 +97,7 @@ async def test_many_callers_are_served_by_two_statements_at_a_time(
     assert sorted(found) == [(n, m) for n in range(64) for m in range(10)]
 
 
-async def test_jobs_under_an_ordering_key_keep_the_order_they_were_asked_for_in(
+async def test_jobs_with_an_ordering_key_keep_the_order_of_their_enqueues(
     aqueue: AsyncJobQueue,
 ) -> None:
     async def plain() -> None:
@@ -138,7 +138,7 @@ async def test_a_job_that_the_database_refuses_fails_alone(
     assert inserts(observer) < 20
 
 
-async def test_a_job_that_a_trigger_of_the_users_refuses_fails_alone(
+async def test_a_job_that_a_users_trigger_refuses_fails_alone(
     counted: AsyncJobQueue, observer: psycopg.Connection
 ) -> None:
     observer.execute(
@@ -155,7 +155,7 @@ async def test_a_job_that_a_trigger_of_the_users_refuses_fails_alone(
     assert "not on my watch" in str(answers[3])
 
 
-async def test_a_job_that_python_refuses_reaches_nobody(aqueue: AsyncJobQueue) -> None:
+async def test_an_invalid_job_does_not_fail_the_others(aqueue: AsyncJobQueue) -> None:
     answers = await asyncio.gather(
         *(aqueue.enqueue("a", {1} if n == 3 else n) for n in range(8)), return_exceptions=True
     )
@@ -163,7 +163,7 @@ async def test_a_job_that_python_refuses_reaches_nobody(aqueue: AsyncJobQueue) -
     assert await aqueue.pending() == 7
 
 
-async def test_what_is_no_jobs_fault_is_told_to_all_without_trying_each(
+async def test_an_error_that_no_job_causes_is_raised_for_all_without_splitting_the_batch(
     counted: AsyncJobQueue, observer: psycopg.Connection
 ) -> None:
     observer.execute("ALTER TABLE howdah.live_jobs RENAME TO hidden")
@@ -178,7 +178,7 @@ async def test_what_is_no_jobs_fault_is_told_to_all_without_trying_each(
     assert row is None or row[0] <= 2
 
 
-async def test_a_cancelled_caller_harms_nobody(aqueue: AsyncJobQueue) -> None:
+async def test_a_cancelled_caller_does_not_affect_the_others(aqueue: AsyncJobQueue) -> None:
     tasks = [asyncio.create_task(aqueue.enqueue("a", n)) for n in range(20)]
     tasks[0].cancel()  # before it began
     await asyncio.sleep(0)
@@ -193,7 +193,7 @@ async def test_a_cancelled_caller_harms_nobody(aqueue: AsyncJobQueue) -> None:
     assert (await aqueue.enqueue("a")).is_new
 
 
-async def test_callers_are_cancelled_when_the_sender_is(aqueue: AsyncJobQueue) -> None:
+async def test_callers_are_cancelled_if_the_sender_is_cancelled(aqueue: AsyncJobQueue) -> None:
     await aqueue.pending()
     tasks = [asyncio.create_task(aqueue.enqueue("a", n)) for n in range(3)]
     await asyncio.sleep(0)
@@ -209,7 +209,7 @@ async def test_callers_are_cancelled_when_the_sender_is(aqueue: AsyncJobQueue) -
     assert (await aqueue.enqueue("a")).is_new
 
 
-async def test_callers_are_cancelled_when_a_sender_is_before_it_began(
+async def test_callers_are_cancelled_if_the_sender_is_cancelled_before_it_starts(
     aqueue: AsyncJobQueue,
 ) -> None:
     await aqueue.pending()
@@ -224,13 +224,13 @@ async def test_callers_are_cancelled_when_a_sender_is_before_it_began(
     assert (await aqueue.enqueue("a")).is_new
 
 
-async def test_everybody_is_told_that_the_database_cannot_be_reached() -> None:
+async def test_an_unreachable_database_is_reported_to_all_callers() -> None:
     queue = AsyncJobQueue("postgresql://u@127.0.0.1:1/db", timeout=0.1)
     answers = await asyncio.gather(*(queue.enqueue("a") for _ in range(5)), return_exceptions=True)
     assert {type(each) for each in answers} == {DatabaseUnreachable}
 
 
-def test_enqueues_are_collected_anew_in_every_event_loop(database: str) -> None:
+def test_enqueues_are_batched_in_every_event_loop(database: str) -> None:
     queue = AsyncJobQueue(database)
 
     async def use() -> int:

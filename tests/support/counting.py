@@ -1,5 +1,5 @@
-"""A proxy in front of PostgreSQL that counts round trips: how often a client sent something and then had
-to wait for the answer."""
+"""A proxy in front of PostgreSQL that counts round trips: messages after which the client has to wait for the
+server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAITING = frozenset(b"QSH")  # Query, Sync and Flush
 
 
 class CountingProxy:
-    """Listens on a TCP port of its own and forwards to the server's Unix socket."""
+    """Listens on a TCP port and forwards to the server's Unix socket."""
 
     def __init__(self, server_socket: Path) -> None:
         self._server_socket = str(server_socket)
@@ -63,7 +63,7 @@ class CountingProxy:
 
 
 class Messages:
-    """The kinds of the messages in what a client sends."""
+    """Parses the types of the messages that a client sends."""
 
     def __init__(self) -> None:
         self._started = False
@@ -72,7 +72,7 @@ class Messages:
     def feed(self, data: bytes) -> list[int]:
         data, found = self._rest + data, []
         while True:
-            head = 1 if self._started else 0  # what comes before the start has no kind
+            head = 1 if self._started else 0  # messages before the startup message have no type
             if len(data) < head + 4:
                 break
             (length,) = struct.unpack_from("!i", data, head)

@@ -1,5 +1,5 @@
-"""A proxy in front of PostgreSQL that can cut a connection at the worst moment: when a statement was
-sent and its answer not yet heard. Or it says nothing more on it, and keeps it open: a black hole."""
+"""A proxy in front of PostgreSQL that can cut a connection after a statement was sent and before its answer
+arrives, or keep it open and silent: a black hole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READY = re.compile(rb"Z\x00\x00\x00\x05[ITE]\Z")
 
 
 class Proxy:
-    """Listens on a TCP port of its own and forwards to the server's Unix socket."""
+    """Listens on a TCP port and forwards to the server's Unix socket."""
 
     def __init__(self, server_socket: Path) -> None:
         self._server_socket = str(server_socket)
@@ -44,15 +44,15 @@ class Proxy:
         then: Callable[[], object] = bool,
         silently: bool = False,
     ) -> None:
-        """Cut the next connection that sends `marker`, before the server saw the statement or after
-        it was executed; `then` happens before anybody notices. `silently`: it stays open, and nothing
-        comes through any more."""
+        """Cut the next connection that sends `marker`, after the statement was executed or before the server
+        received it. `then` is called before the client can notice. With `silently`, the connection stays
+        open and forwards nothing more."""
         with self._lock:
             self._marker, self._executed, self._then = marker, executed, then
             self._silently = silently
 
     def swallow(self) -> int:
-        """Nothing comes through any more on the connections that there are; how many."""
+        """Make all open connections silent. Returns how many."""
         with self._lock:
             links = [link for link in self._links if link.open and not link.lost]
         for link in links:
@@ -60,15 +60,15 @@ class Proxy:
         return len(links)
 
     def refuse(self) -> None:
-        """Hang up on everybody, and let nobody in any more."""
+        """Close all connections, and refuse new ones."""
         self._refuses = True
         for each in list(self._open):
-            self._hang_up(each)
+            self._close(each)
 
     def close(self) -> None:
         self._listening.close()
         for each in list(self._open):
-            self._hang_up(each)
+            self._close(each)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -84,8 +84,8 @@ class Proxy:
                 with self._lock:
                     self._links.append(_Link(self, client, server))
 
-    def _draw(self, sent: bytes) -> tuple[bool, Callable[[], object], bool] | None:
-        """Whether to cut now: (executed, then, silently), once."""
+    def _take_cut(self, sent: bytes) -> tuple[bool, Callable[[], object], bool] | None:
+        """(executed, then, silently) if the connection is to be cut now; only once."""
         with self._lock:
             if self._marker is None or self._marker not in sent:
                 return None
@@ -93,7 +93,7 @@ class Proxy:
             self.cuts += 1
             return self._executed, self._then, self._silently
 
-    def _hang_up(self, end: socket.socket) -> None:
+    def _close(self, end: socket.socket) -> None:
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
         end.close()
@@ -101,7 +101,7 @@ class Proxy:
 
 
 class _Link:
-    """One client's connection: a thread for each direction."""
+    """One client's connection, with a thread for each direction."""
 
     def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
         self._proxy, self._client, self._server = proxy, client, server
@@ -116,15 +116,15 @@ class _Link:
         with contextlib.suppress(OSError):
             direction()
         self.open = False
-        self._proxy._hang_up(self._client)
-        self._proxy._hang_up(self._server)
+        self._proxy._close(self._client)
+        self._proxy._close(self._server)
 
     def _to_server(self) -> None:
         tail = b""
         while data := self._client.recv(65536):
-            drawn = self._proxy._draw(tail + data)
-            if drawn is not None:
-                executed, then, self._silently = drawn
+            cut = self._proxy._take_cut(tail + data)
+            if cut is not None:
+                executed, then, self._silently = cut
                 if executed:
                     self._cutting = then
                 else:

@@ -1,4 +1,6 @@
-"""Runs Statements for asyncio, on an asyncpg pool: the twin of `store.py`, with one pool per event loop."""
+"""Runs Statements for asyncio, on an asyncpg pool: the twin of `store.py`, with one pool per event loop.
+
+Two connections are kept outside the pool (decision 0021). Every statement has a deadline (decision 0022)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 acknowledges packets, and a proxy in between always does.
 
 One thread watches every connection of the process that waits for an answer. It sleeps until the first
-deadline, so a statement that is answered in time costs one reading of the clock."""
+deadline, so a statement that is answered in time costs one reading of the clock (decision 0022)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ and checked when they are enqueued, stored by name, and converted to the annotat
 runs.
 
 The call `resize("a.png", 400)` is stored as `{"path": "a.png", "width": 400}`, so a job can be enqueued from
-SQL and found by its arguments."""
+SQL and found by its arguments. Decision 0018 explains why they are decoded in one pass."""
 
 from __future__ import annotations
 

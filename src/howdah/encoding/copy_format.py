@@ -1,4 +1,4 @@
-"""Jobs in the text format of COPY: half the work of JSON, for the server and for the client."""
+"""Jobs in the text format of COPY: half the work of JSON, for the server and for the client (decision 0014)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Extends leases and writes progress and events, in its own thread and over its own connection: a handler that
-blocks the event loop keeps its lease.
+blocks the event loop keeps its lease (decision 0008).
 
 The heartbeat aborts runs whose lease was lost or whose job was cancelled. Stopping the handler is left to the code
 that runs it."""

@@ -1,5 +1,5 @@
 """Watches a job until it ends: yields a snapshot after each change, and every event exactly once, also the events
-from before the watcher started. Notifications make it fast; polling every second covers lost notifications.
+from before the watcher started. Notifications make it fast; polling every second covers lost notifications (decision 0010).
 
 The code is async; sync callers run it in a background event loop, one per process."""
 

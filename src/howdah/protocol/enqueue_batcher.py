@@ -3,7 +3,7 @@ together with the next. There is no timer, so a lone enqueue is sent at once.
 
 Many callers are served by two statements at a time: the server stores the jobs of one half while the callers
 of the other half receive their answers and enqueue again. A batch that the database refuses is split until
-the invalid job is alone."""
+the invalid job is alone. (Decision 0021.)"""
 
 from __future__ import annotations
 

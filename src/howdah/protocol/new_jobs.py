@@ -1,5 +1,5 @@
 """Turns new jobs into the statements that enqueue them: checks, encodes and batches them. `operations.py`
-adds the operations on existing jobs."""
+adds the operations on existing jobs. Decisions 0002 and 0014 explain the formats."""
 
 from __future__ import annotations
 

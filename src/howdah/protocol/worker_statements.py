@@ -51,7 +51,7 @@ class WorkerStatements(Statements):
         ignore_heads: bool,
     ) -> Statement[list[Claimed]]:
         """`claim_job_batch` with fewer columns and an asynchronous commit: if a crash of the server loses
-        the claim, its fence is rejected. Every other statement commits durably."""
+        the claim, its fence is rejected (decision 0016). Every other statement commits durably."""
         return Statement(
             "claim_job_batch",
             f"SELECT {_CLAIMED_COLUMNS} FROM set_config('synchronous_commit', 'off', true), "

@@ -1,9 +1,9 @@
 """`run_in="process"`: runs handlers in the processes of a pebble pool. A handler is terminated at its timeout, and
 when its job is cancelled or its lease is lost: SIGTERM raises `Aborted` in the handler, and if the handler is still
-running 0.8 s later, its process is killed. A process that crashes fails its own job and no other.
+running 0.8 s later, its process is killed (decision 0013). A process that crashes fails its own job and no other.
 
 A child sends progress and events to its worker as datagrams. They need no lock, which a killed process could leave
-locked, and each arrives whole or not at all."""
+locked, and each arrives whole or not at all (decision 0011)."""
 
 from __future__ import annotations
 

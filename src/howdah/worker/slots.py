@@ -1,5 +1,5 @@
 """The slots: long-lived coroutines, each running one job at a time from a common buffer. There is no asyncio task
-per job."""
+per job (decision 0009)."""
 
 from __future__ import annotations
 

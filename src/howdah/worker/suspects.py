@@ -1,5 +1,5 @@
 """Suspects: jobs that may kill workers. At least two claims of a suspect expired before its start was written. A
-suspect runs only after its start was written, and suspects run one at a time."""
+suspect runs only after its start was written, and suspects run one at a time (decision 0020)."""
 
 from __future__ import annotations
 
