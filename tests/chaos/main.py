@@ -22,7 +22,7 @@ import psycopg
 from rich.console import Console
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE / "servers")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support"), str(HERE / "servers")]
 
 from page import page  # noqa: E402
 from server_faults import (  # noqa: E402

@@ -3,6 +3,7 @@ worker or of a bare queue goes through a store."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,8 @@ from howdah.errors import DatabaseUnreachable, LeaseLost
 from howdah.worker import runner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
     from uuid import UUID
 
     from howdah.chaos.ledger import Ledger
@@ -42,6 +45,22 @@ class StatementRecorder:
         self._announced: set[str] = set()
         self._in_trouble = False
         self._claimed_at = 0.0
+
+    @contextlib.contextmanager
+    def recording(self, statement: Statement[T], conn: Any) -> Iterator[Callable[[T], T]]:
+        """Record a statement. The block sends it and passes the reply to the function that it gets."""
+        function, asked = self.invoked(statement)
+
+        def record(answer: T) -> T:
+            if conn is None:  # otherwise the caller's COMMIT decides
+                self.answered(function, asked, statement, answer)
+            return answer
+
+        try:
+            yield record
+        except BaseException as error:
+            self.failed(function, asked, statement, error)
+            raise
 
     def invoked(self, statement: Statement[Any]) -> tuple[str, float]:
         """Before a statement is sent: its operation, and the time."""
@@ -155,30 +174,22 @@ def install(ledger: Ledger, lease: float) -> None:
 
     class RecordingAsyncStore(AsyncStore):
         async def run(self, statement: Statement[T], conn: Any = None) -> T:
-            function, asked = recorder.invoked(statement)
-            try:
-                answer = await super().run(statement, conn)
-            except BaseException as error:
-                recorder.failed(function, asked, statement, error)
-                raise
-            if conn is None:  # otherwise the caller's COMMIT decides
-                recorder.answered(function, asked, statement, answer)
-            return answer
+            with recorder.recording(statement, conn) as record:
+                return record(await super().run(statement, conn))
 
     class RecordingStore(Store):
         def run(self, statement: Statement[T], conn: Any = None) -> T:
-            function, asked = recorder.invoked(statement)
-            try:
-                answer = super().run(statement, conn)
-            except BaseException as error:
-                recorder.failed(function, asked, statement, error)
-                raise
-            if conn is None:  # otherwise the caller's COMMIT decides
-                recorder.answered(function, asked, statement, answer)
-            return answer
+            with recorder.recording(statement, conn) as record:
+                return record(super().run(statement, conn))
 
     # The modules in which the worker and the queues look the names up.
-    vars(runner)["AsyncStore"] = RecordingAsyncStore
-    vars(runner)["Store"] = RecordingStore
-    vars(queue)["Store"] = RecordingStore
-    vars(async_queue)["AsyncStore"] = RecordingAsyncStore
+    _replace(runner, AsyncStore, RecordingAsyncStore)
+    _replace(runner, Store, RecordingStore)
+    _replace(queue, Store, RecordingStore)
+    _replace(async_queue, AsyncStore, RecordingAsyncStore)
+
+
+def _replace(module: ModuleType, store: type, recording_store: type) -> None:
+    if vars(module).get(store.__name__) is not store:
+        raise LookupError(f"{module.__name__} does not use {store.__name__}: nothing is recorded")
+    vars(module)[store.__name__] = recording_store
