@@ -1,4 +1,4 @@
-# Needs make and Python 3.11 or newer; every target sets itself up.
+# Requires make and Python 3.11 or newer. Every target installs what it needs.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 SMOKE := .venv-smoke
 MATRIX := .venv-matrix
-# Each of these has a PostgreSQL of its own, and the tests wait more than they compute.
+# Each pytest process starts its own PostgreSQL. The tests wait more than they compute, hence 4 on 2 cores.
 PARALLEL := -n 4 --dist worksteal --timeout 300
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,7 +17,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# The steps share a machine, a database and a directory: `make -j` runs them one after the other.
+# The steps share one directory and one machine, so `make -j` must not run them in parallel.
 .NOTPARALLEL:
 .PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick skill-zip skill-figures matrix clean FORCE
 
@@ -25,16 +25,16 @@ help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
-demo: $(DEMO) ## See it work, on a PostgreSQL of its own that is removed again
+demo: $(DEMO) ## Run the demo on a temporary PostgreSQL
 	@$(PY) -m howdah demo
 
-recording: $(DEMO) ## Record the demo anew for the README
+recording: $(DEMO) ## Record the demo for the README again
 	@$(PY) tools/record_demo.py
 
 test: lint typecheck unit smoke chaos-quick ## Run the checks; `make slow` has the long ones
 	@echo "make test: all checks passed."
 
-slow: $(INSTALLED) system ## Follow every page, the skill and the demo; test on the system's PostgreSQL
+slow: $(INSTALLED) system ## Execute every page, the skill and the demo; run the SQL tests on the system's PostgreSQL
 	$(PY) -m pytest $(PARALLEL) -m "slow and not chaos"
 
 lint: $(INSTALLED) ## Check style, formatting and layers
@@ -55,19 +55,19 @@ unit: $(INSTALLED) ## Run the tests; ARGS="-k claim" picks some, PG_BIN=DIRECTOR
 matrix: $(DEMO) ## Run the tests on every Python and PostgreSQL of this machine; ARGS="-k claim" picks some
 	$(PY) tools/matrix.py $(MATRIX) $(PARALLEL) -m "not slow" $(ARGS)
 
-smoke: $(INSTALLED) ## Build the wheel and try it in an empty environment
+smoke: $(INSTALLED) ## Build the wheel and test it in an empty environment
 	rm -rf dist $(SMOKE)
 	$(PY) -m build --outdir dist . > dist.log 2>&1 || { cat dist.log; exit 1; }
 	@rm -f dist.log
 	$(PY) -m venv --without-pip $(SMOKE)
 	$(PY) -m pip --python $(SMOKE)/bin/python install --quiet "$$(ls dist/*.whl)[all]"
 	$(SMOKE)/bin/python -I tools/smoke.py
-	# The README, followed by a newcomer who has the wheel and nothing of ours besides.
+	# Execute the README with the wheel and nothing else of this repository.
 	$(PY) -m pip --python $(SMOKE)/bin/python install --quiet pytest pytest-asyncio
 	$(SMOKE)/bin/python -m pytest -q "tests/examples/test_pages.py::test_a_reader_can_follow_the_page[README.md]"
 	rm -rf $(SMOKE)
 
-system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has one
+system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if there is one
 	@directory=$$($(PY) tools/system_postgresql.py) || exit 1; \
 	if [ -z "$$directory" ]; then \
 	  echo "No PostgreSQL 14 or newer is installed on this system: tested on the embedded one alone."; \
@@ -76,22 +76,22 @@ system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if it has 
 	  $(PY) -m pytest $(PARALLEL) tests/sql --pg-bin "$$directory"; \
 	fi
 
-bench: $(INSTALLED) ## Measure against the peers for about an hour and write docs/benchmarks.md; ARGS="--peers howdah,saq"
+bench: $(INSTALLED) ## Compare with the peers, about an hour; writes docs/benchmarks.md; ARGS="--peers howdah,saq"
 	$(PY) -m bench $(ARGS)
 
-bench-growth: $(INSTALLED) ## Measure queues of millions of jobs, for about 25 minutes; ARGS="--scale 0.01" for a minute
+bench-growth: $(INSTALLED) ## Measure queues of millions of jobs, about 25 minutes; ARGS="--scale 0.01" takes a minute
 	$(PY) -m bench.growth $(ARGS)
 
 bench-quick: $(INSTALLED) ## Measure Howdah, PgQueuer and the ceilings, in under 3 minutes
 	$(PY) -m bench --quick $(ARGS)
 
-chaos-quick: $(INSTALLED) ## Kill workers and the server for a minute, and check every promise
+chaos-quick: $(INSTALLED) ## Kill workers and the server for a minute and check every promise
 	$(PY) tests/chaos/main.py quick $(ARGS)
 
-chaos-tests: $(INSTALLED) ## Break builds and servers on purpose: does the checker of chaos notice?
+chaos-tests: $(INSTALLED) ## Check that the chaos checker detects broken builds and broken servers
 	$(PY) -m pytest $(PARALLEL) -m chaos $(ARGS)
 
-chaos: $(INSTALLED) ## Twenty minutes of every fault there is; writes docs/reliability.md
+chaos: $(INSTALLED) ## Inject every known fault for twenty minutes; writes docs/reliability.md
 	$(PY) tests/chaos/main.py full --report docs/reliability.md $(ARGS)
 
 skill-zip: $(INSTALLED) ## Pack the agent skill into dist/postgres-job-queue.zip
@@ -105,8 +105,8 @@ clean: ## Remove what the other targets made
 	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp holds the checkout's path, as a copied checkout would otherwise test the original's code,
-# and the Python that was asked for. An environment that works is kept if none was.
+# The stamp contains the path of the checkout (a copied checkout would otherwise test the code of the original)
+# and the requested Python. If none is requested, a working environment is kept.
 ASKED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 STAMP := $(strip $(CURDIR) $(ASKED))
 ifneq ($(strip $(shell cat $(DEMO) 2>/dev/null)),$(STAMP))
