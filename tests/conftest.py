@@ -126,23 +126,22 @@ def empty_database(make_database: Callable[[str | None], str]) -> str:
 
 @pytest.fixture
 def fresh_database(make_database: Callable[[str | None], str], template: str) -> str:
-    """The URL of a new copy of the template, for tests that change tables or planner statistics, count what
-    the server does, or kill processes that may reconnect later."""
+    """The URL of a new copy of the template, for tests that depend on planner statistics or dead rows, count
+    what the server does, or kill processes that may reconnect later."""
     return make_database(template)
 
 
 @pytest.fixture(scope="session")
 def shared_database(databases: Databases, template: str) -> Iterator[SharedDatabase]:
-    shared = SharedDatabase(databases.url(databases.create(template)))
+    shared = SharedDatabase(databases, template)
     yield shared
-    shared.close()
+    shared.drop()
 
 
 @pytest.fixture
 def database(shared_database: SharedDatabase) -> str:
     """The URL of a database with the newest schema `howdah`, without jobs and without connections."""
-    shared_database.empty()
-    return shared_database.url
+    return shared_database.empty()
 
 
 @pytest.fixture

@@ -823,13 +823,13 @@ def test_counts_have_every_status(queue: JobQueue, claimed: list[Job]) -> None:
 
 
 def test_a_job_that_does_not_exist_is_not_found(queue: JobQueue) -> None:
-    nobody = uuid4()
+    missing = uuid4()
     with pytest.raises(JobNotFound) as caught:
-        queue.get(nobody)
-    assert caught.value.id == nobody
+        queue.get(missing)
+    assert caught.value.id == missing
     assert (
         str(caught.value)
-        == f"there is no job {nobody}; it may have been cleared after its retention."
+        == f"there is no job {missing}; it may have been cleared after its retention."
     )
 
 

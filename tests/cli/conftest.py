@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def filled_shop(databases: Databases, template: str) -> Shop:
-    return fill(databases.url(databases.create(template)))
+    return fill(databases.url(databases.create(template, name="shop")))
 
 
 @pytest.fixture

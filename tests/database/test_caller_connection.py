@@ -46,7 +46,6 @@ class Observer:
 
     def __init__(self, conn: psycopg.Connection) -> None:
         self._conn = conn
-        conn.execute("DROP TABLE IF EXISTS orders")
         conn.execute("CREATE TABLE orders (id int)")
 
     def orders(self) -> int:
@@ -62,8 +61,10 @@ class Observer:
 
 
 @pytest.fixture
-def observer(connect: Callable[[], psycopg.Connection]) -> Observer:
-    return Observer(connect())
+def observer(connect: Callable[[], psycopg.Connection]) -> Iterator[Observer]:
+    conn = connect()
+    yield Observer(conn)
+    conn.execute("DROP TABLE orders")
 
 
 def with_driver(url: str, driver: str) -> str:

@@ -278,7 +278,7 @@ async def test_a_statement_without_an_answer_fails_after_its_timeout(database: s
 
 SECRET = "s3cr3t-w0rd"
 LONG = 3600.0  # seconds: an error that is raised at once does not wait for the timeout
-NOBODY = f"postgresql://alice:{SECRET}@127.0.0.1:1/shop"
+UNREACHABLE = f"postgresql://alice:{SECRET}@127.0.0.1:1/shop"
 
 
 def everything_reported(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
@@ -298,7 +298,7 @@ def test_the_error_for_an_unreachable_database_does_not_show_the_password(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    queue = JobQueue(NOBODY, timeout=0.3)
+    queue = JobQueue(UNREACHABLE, timeout=0.3)
     began = time.monotonic()
     with pytest.raises(DatabaseUnreachable) as caught:
         queue.enqueue("a")
@@ -311,7 +311,7 @@ async def test_all_awaiting_callers_get_an_error_without_the_password(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    queue = AsyncJobQueue(NOBODY, timeout=0.3)
+    queue = AsyncJobQueue(UNREACHABLE, timeout=0.3)
     began = time.monotonic()
     answers = await asyncio.gather(
         *(queue.enqueue("a") for _ in range(8)), queue.pending(), return_exceptions=True
@@ -323,7 +323,7 @@ async def test_all_awaiting_callers_get_an_error_without_the_password(
 
 
 def test_threads_do_not_wait_for_each_others_timeouts() -> None:
-    queue = JobQueue(NOBODY, timeout=1)
+    queue = JobQueue(UNREACHABLE, timeout=1)
     began = time.monotonic()
     with ThreadPoolExecutor(16) as threads:
         calls = [threads.submit(queue.pending) for _ in range(16)]
@@ -477,7 +477,7 @@ async def test_a_closed_pool_of_the_callers_is_reported_at_once(database: str) -
 
 def test_the_error_for_a_callers_pool_that_cannot_connect_does_not_show_the_password() -> None:
     with (
-        psycopg_pool.ConnectionPool(NOBODY, min_size=0, max_size=1, open=True) as pool,
+        psycopg_pool.ConnectionPool(UNREACHABLE, min_size=0, max_size=1, open=True) as pool,
         pytest.raises(DatabaseUnreachable) as caught,
     ):
         JobQueue(pool, timeout=0.3).pending()

@@ -9,9 +9,7 @@ from reference import Spec
 from system import System
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import psycopg
+    from collections.abc import Iterator
 
     from databases import Databases
 
@@ -42,12 +40,5 @@ def system(shared_system: System) -> System:
 
 @pytest.fixture
 def database(model_url: str) -> str:
+    """For `connect`: its connections are not tracked by the reference."""
     return model_url
-
-
-@pytest.fixture
-def connect_model(
-    connect: Callable[..., psycopg.Connection],
-) -> Callable[..., psycopg.Connection]:
-    """Opens connections that the reference does not track."""
-    return connect

@@ -36,13 +36,13 @@ def test_progress_under_a_stale_fence_is_not_returned_as_reported(system: System
 
 
 def test_an_event_under_a_stale_fence_is_not_written_beside_a_live_one(
-    system: System, connect_model: Callable[..., psycopg.Connection]
+    system: System, connect: Callable[..., psycopg.Connection]
 ) -> None:
     system.enqueue(0, Spec())
     (stale,) = system.claim(0)
     system.release(0, [stale])
     (live,) = system.claim(0)
-    with connect_model() as conn:
+    with connect() as conn:
         conn.execute(
             'SELECT howdah.add_events(%s, %s, \'{stale,live,live}\', \'{"{}","{}","{}"}\')',
             ([live.id] * 3, [stale.lease, live.lease, live.lease]),
@@ -50,7 +50,7 @@ def test_an_event_under_a_stale_fence_is_not_written_beside_a_live_one(
         kinds = conn.execute("SELECT kind FROM howdah.job_events").fetchall()
         counted = conn.execute("SELECT events_count FROM howdah.live_jobs").fetchall()
     assert (kinds, counted) == ([("live",), ("live",)], [(2,)])
-    with connect_model() as conn:  # the reference tracks only error events
+    with connect() as conn:  # the reference tracks only error events
         conn.execute("UPDATE howdah.live_jobs SET events_count = 0")
 
 
@@ -106,17 +106,17 @@ def test_late_jobs_run_after_the_key_holder_in_enqueue_order(system: System) -> 
 
 
 def test_a_key_released_under_an_old_snapshot_is_assigned_to_its_next_job(
-    system: System, connect_model: Callable[..., psycopg.Connection]
+    system: System, connect: Callable[..., psycopg.Connection]
 ) -> None:
     system.enqueue(0, Spec(key="k"))
     (holder,) = system.claim(0)
-    old = connect_model(autocommit=False)
+    old = connect(autocommit=False)
     old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
     old.execute("SELECT count(*) FROM howdah.live_jobs")
     (following,) = system.enqueue(1, Spec(key="k"))
     old.execute("SELECT howdah.complete_jobs(%s, %s)", ([holder.id], [holder.lease]))
     old.commit()
-    with connect_model() as conn:
+    with connect() as conn:
         conn.execute("SELECT howdah.assign_keys()")
         claimed = conn.execute("SELECT id FROM howdah.claim_job_batch('w')").fetchall()
     assert claimed == [(following,)]

@@ -244,15 +244,15 @@ def test_the_walk_keeps_the_protocol(system: System, scenario: Callable[[System]
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.guard)
 def test_a_walk_catches_the_mutant(
-    system: System, connect_model: Callable[[], psycopg.Connection], mutant: Mutant
+    system: System, connect: Callable[[], psycopg.Connection], mutant: Mutant
 ) -> None:
-    with mutated(connect_model(), mutant), pytest.raises(Violation, match=mutant.says):
+    with mutated(connect(), mutant), pytest.raises(Violation, match=mutant.says):
         mutant.caught_by(system)
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.walks], ids=lambda mutant: mutant.guard)
 def test_random_walks_catch_the_mutant(
-    system: System, connect_model: Callable[[], psycopg.Connection], mutant: Mutant
+    system: System, connect: Callable[[], psycopg.Connection], mutant: Mutant
 ) -> None:
     Protocol.system = system
     found = settings(
@@ -263,5 +263,5 @@ def test_random_walks_catch_the_mutant(
         report_multiple_bugs=False,
         print_blob=False,
     )
-    with mutated(connect_model(), mutant), pytest.raises((Violation, FlakyFailure)):
+    with mutated(connect(), mutant), pytest.raises((Violation, FlakyFailure)):
         run_state_machine_as_test(Protocol, settings=found)

@@ -11,7 +11,7 @@ from psycopg.sql import SQL, Identifier
 from secured import GRANTS, Secured, run, succeed
 
 from howdah import AsyncJobQueue, JobQueue, NotPermitted, SchemaMissing, SchemaOutdated, sql
-from howdah.database import grants, migrate
+from howdah.database import grants, migrate, sql_steps
 from howdah.errors import InvalidOption
 from howdah.sql import latest_version
 from next_release import STEP, VERSION, next_release
@@ -216,7 +216,7 @@ def test_a_member_of_the_administrators_migrates_and_the_owner_stays_the_same(
     alice = new_role("alice", "LOGIN IN ROLE ops")
     with psycopg.connect(empty_database, autocommit=True) as conn:
         migrate.migrate(conn, "howdah")
-        migrate.drive(conn, grants.steps("howdah", {"administrator": ["ops"]}))
+        sql_steps.drive(conn, grants.steps("howdah", {"administrator": ["ops"]}))
         monkeypatch.setattr(sql, "release", lambda: newer)
         enqueue_as(empty_database.replace("://howdah@", f"://{alice}@"))  # the first use migrates
         assert conn.execute("SELECT count(*) FROM howdah.next_release").fetchone() == (0,)
@@ -227,11 +227,11 @@ def test_a_role_that_was_dropped_stops_no_migration(empty_database: str, newer: 
     with psycopg.connect(empty_database, autocommit=True) as conn:
         conn.execute("CREATE ROLE short_lived")
         migrate.migrate(conn, "howdah")
-        migrate.drive(conn, grants.steps("howdah", {"producer": ["short_lived"]}))
+        sql_steps.drive(conn, grants.steps("howdah", {"producer": ["short_lived"]}))
         conn.execute("DROP OWNED BY short_lived")
         conn.execute("DROP ROLE short_lived")
         migrate.migrate(conn, "howdah", release=newer)
-        migrate.drive(conn, grants.steps("howdah", None))
+        sql_steps.drive(conn, grants.steps("howdah", None))
 
 
 def test_partitions_that_a_worker_creates_belong_to_the_administrator(secured: Secured) -> None:
@@ -335,7 +335,7 @@ async def test_a_role_that_may_not_migrate_gets_an_error_if_the_schema_is_outdat
     role = new_role("late_producer")
     with psycopg.connect(empty_database, autocommit=True) as conn:
         migrate.migrate(conn, "howdah")
-        migrate.drive(conn, grants.steps("howdah", {"producer": [role]}))
+        sql_steps.drive(conn, grants.steps("howdah", {"producer": [role]}))
     monkeypatch.setattr(sql, "release", lambda: newer)
     url = empty_database.replace("://howdah@", f"://{role}@")
     sentence = f"version 1 and this Howdah needs {VERSION}. Run `howdah migrate` as its admin"
@@ -364,7 +364,7 @@ def test_the_doctor_reports_roles_that_could_redirect_functions(secured: Secured
         return next(each for each in map(json.loads, lines) if each["check"] == "access")
 
     assert access()["level"] == "ok"
-    assert access()["text"] == '"ops" owns it, 3 other roles may use it'
+    assert access()["text"] == 'owned by "ops", used by 3 other roles'
     with secured.connect() as conn:
         conn.execute("GRANT CREATE ON SCHEMA howdah TO app_web")
         assert access()["level"] == "problem"

@@ -241,7 +241,7 @@ HOSTILE = [
     "DELETE FROM howdah.finished_jobs_default",
     "TRUNCATE howdah.live_jobs",
     "UPDATE howdah.maintenance SET due_at = 'infinity'",
-    "INSERT INTO howdah.database.grants VALUES ('worker', current_user)",
+    "INSERT INTO howdah.grants VALUES ('worker', current_user)",
     "SELECT howdah.complete_jobs('{}', '{}')",
     "SELECT howdah.finish_jobs('{}', 'completed')",
     "SELECT howdah.maintain_partitions()",
@@ -322,7 +322,7 @@ def test_an_observer_can_run_every_reading_command(filled: Secured) -> None:
     assert "declined" in run("watch", ids[0], *there).output
     doctor = run("doctor", *there).output
     assert "permission denied" not in doctor
-    assert "this role sees its own alone" in doctor
+    assert "this role sees only its own transactions" in doctor
     with filled.connect() as conn:
         assert _all_rows(conn) == before
 

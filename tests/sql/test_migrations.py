@@ -14,7 +14,7 @@ from processes import at_once
 from psycopg import sql as pgsql
 
 from howdah import AsyncJobQueue, JobQueue, sql
-from howdah.database import migrate
+from howdah.database import migrate, sql_steps
 from howdah.errors import InvalidOption, SchemaMissing, SchemaOutdated, SchemaTooNew
 from howdah.sql import latest_version, release
 from next_release import DROPS, LABEL, STEP, VERSION, next_release
@@ -63,12 +63,12 @@ def test_a_migration_that_commits_between_two_attempts_to_lock_is_seen(
     empty_database: str, conn: Connection
 ) -> None:
     """A session that caches that there is no schema must read the catalog after it got the lock."""
-    migrate.drive(conn, migrate.check("howdah"))
+    sql_steps.drive(conn, migrate.check("howdah"))
     with psycopg.connect(empty_database) as other:
         other.execute("SELECT pg_advisory_xact_lock(hashtextextended('howdah:migrate:howdah', 0))")
         attempts = 0
 
-        def interrupted() -> migrate.Steps[migrate.Applied]:
+        def interrupted() -> sql_steps.Steps[migrate.Applied]:
             nonlocal attempts
             work = migrate.steps("howdah")
             answer = None
@@ -88,7 +88,7 @@ def test_a_migration_that_commits_between_two_attempts_to_lock_is_seen(
                     other.close()
                 answer = yield step
 
-        assert migrate.drive(conn, interrupted()) == migrate.Applied()
+        assert sql_steps.drive(conn, interrupted()) == migrate.Applied()
         assert attempts == 3
 
 

@@ -1,7 +1,8 @@
 """Databases of the server under test: copies of a template, and a database that is emptied between tests.
 
-A copy takes 100 ms or more, emptying 5 ms. Emptying deletes rows; it keeps tables, planner statistics and what
-PostgreSQL has cached. A test that changes those needs a copy."""
+A copy takes 100 ms or more, emptying 10 ms. Emptying deletes rows. It keeps planner statistics, dead rows and what
+PostgreSQL has cached: a test that depends on those needs its own copy. If a test has changed the schema, the
+next test gets a new copy."""
 
 from __future__ import annotations
 
@@ -27,6 +28,14 @@ _TABLES = (
     "WHERE relnamespace = 'howdah'::regnamespace AND relkind IN ('r', 'p') "
     "AND NOT relispartition AND relname <> ALL (%s) ORDER BY relname"
 )
+# Every change of a catalog row leaves a row with a new xmin, or fewer rows. Temporary tables leave nothing.
+_SCHEMA = " UNION ALL ".join(
+    f"SELECT '{catalog}', count(*)::text, max(xmin::text::bigint)::text FROM {catalog}"
+    for catalog in (
+        "pg_class", "pg_attribute", "pg_attrdef", "pg_constraint", "pg_extension", "pg_index", "pg_proc",
+        "pg_rewrite", "pg_trigger", "pg_type", "pg_db_role_setting",
+    )
+) + " UNION ALL SELECT 'migrations', m::text, NULL FROM howdah.migrations AS m"  # fmt: skip
 _MAKE_ALL_DUTIES_DUE = (
     "UPDATE howdah.maintenance "
     "SET due_at = clock_timestamp(), reached = '-infinity', last_error = NULL"
@@ -46,44 +55,72 @@ class Databases:
     def create(self, template: str | None = None, *, name: str | None = None) -> str:
         """The name of a new database: a copy of the template, or an empty database."""
         name = name or f"test_{next(self._numbers)}"
-        source = f" TEMPLATE {template}" if template else ""
-        self._execute(f"CREATE DATABASE {name}{source}")
+        with self._connect() as conn:
+            options = f" TEMPLATE {template}" if template else ""
+            if template and conn.info.server_version >= 150000:
+                options += " STRATEGY file_copy"  # 30 % less CPU than wal_log, without fsync
+            conn.execute(f"CREATE DATABASE {name}{options}".encode())
         return name
 
     def drop(self, name: str) -> None:
-        self._execute(f"DROP DATABASE {name} WITH (FORCE)")
+        with self._connect() as conn:
+            conn.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
-    def _execute(self, statement: str) -> None:
-        with psycopg.connect(self._server.url, autocommit=True) as conn:
-            conn.execute(statement.encode())
+    def _connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self._server.url, autocommit=True)
 
 
 class SharedDatabase:
-    """A database with the schema `howdah` that tests use one after the other."""
+    """A copy of a template with the schema `howdah`, which tests use one after the other."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, databases: Databases, template: str) -> None:
+        self._databases = databases
+        self._template = template
+        self._name: str | None = None
         self._conn: psycopg.Connection[Any] | None = None
+        self._schema: Any = None
         self._empty = ""
 
-    def empty(self) -> None:
-        """End all connections that a test left open, delete all rows, and make all duties due."""
+    def empty(self) -> str:
+        """End all connections that a test left open, delete all rows, and make all duties due. Returns the
+        URL."""
         try:
-            self._connected().execute(self._empty.encode())
-        except psycopg.OperationalError:  # a test restarted the server
-            self.close()
-            self._connected().execute(self._empty.encode())
+            self._reuse()
+        except (psycopg.Error, _Changed):  # by a test: of the server, or of the schema
+            self.drop()
+            self._copy()
+        return self._databases.url(self._name or "")
 
-    def close(self) -> None:
+    def drop(self) -> None:
         if self._conn is not None:
             self._conn.close()
             self._conn = None
+        if self._name is not None:
+            self._databases.drop(self._name)
+            self._name = None
 
-    def _connected(self) -> psycopg.Connection[Any]:
+    def _reuse(self) -> None:
         if self._conn is None:
-            self._conn = psycopg.connect(self.url, autocommit=True)
-            self._conn.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'".encode())
-            tables = [name for (name,) in self._conn.execute(_TABLES, [list(SEEDED)])]
-            deletes = [f"DELETE FROM {table}" for table in tables]
-            self._empty = ";".join([_DISCONNECT, *deletes, _MAKE_ALL_DUTIES_DUE])
-        return self._conn
+            raise _Changed
+        self._conn.execute(_DISCONNECT)
+        if self._read_schema() != self._schema:
+            raise _Changed
+        self._conn.execute(self._empty.encode())
+
+    def _copy(self) -> None:
+        self._name = self._databases.create(self._template)
+        self._conn = psycopg.connect(self._databases.url(self._name), autocommit=True)
+        self._conn.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'".encode())
+        self._schema = self._read_schema()
+        tables = [name for (name,) in self._conn.execute(_TABLES, [list(SEEDED)])]
+        deletes = [f"DELETE FROM {table}" for table in tables]
+        self._empty = ";".join([*deletes, _MAKE_ALL_DUTIES_DUE])
+
+    def _read_schema(self) -> Any:
+        """Equal values mean that neither the catalogs nor the installed version have changed."""
+        assert self._conn is not None
+        return self._conn.execute(_SCHEMA.encode()).fetchall()
+
+
+class _Changed(Exception):
+    """The database cannot be used again."""

@@ -48,14 +48,14 @@ def listens(conn: psycopg.Connection[Any], besides: int | None = None) -> int | 
 
 def assert_hears(children: Children, worker: Child, queue: JobQueue) -> None:
     """A job for the idle worker starts, though it polls once an hour."""
-    until(lambda: _is_idle(queue), "the worker is idle")
+    until(lambda: _is_idle(children.database), "the worker is idle")
     handle = queue.enqueue("nap", {"seconds": 0})
     until(lambda: str(handle.id) in children.counted("accepted"), "a notification woke it")
     assert worker.process.poll() is None
 
 
-def _is_idle(queue: JobQueue) -> bool:
-    with queue._backend.store.connect() as conn:
+def _is_idle(database: str) -> bool:
+    with psycopg.connect(database) as conn:
         return conn.execute("SELECT idle FROM howdah.workers").fetchall() == [(True,)]
 
 

@@ -16,7 +16,7 @@ from howdah.cli.options import (
 )
 from howdah.cli.output import Output
 from howdah.cli.values import Misuse
-from howdah.database import connection, prepare_schema
+from howdah.database import connection, migrate, sql_steps
 from howdah.database.connection import DatabaseError
 from howdah.database.driver_errors import is_connection_lost, message_of, translate
 from howdah.errors import (
@@ -64,7 +64,7 @@ class Session:
     def _prepare(self, *, create: bool) -> None:
         try:
             with self.translated_errors():
-                prepare_schema.drive(self.conn, prepare_schema.prepare(self.schema, create=create))
+                sql_steps.drive(self.conn, migrate.prepare(self.schema, create=create))
         except SchemaMissing as error:
             if create:
                 raise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncpg
 
-from howdah.database import caller_connection, migrate, prepare_schema
+from howdah.database import caller_connection, migrate, sql_steps
 from howdah.database.driver_errors import (
     ASYNC_ERRORS,
     Unanswered,
@@ -87,7 +87,7 @@ class AsyncStore:
             if self._settings.create and not self._schema_seen:
                 check = Statements(schema).has_schema()
                 if not check.decode(await caller_connection.arun(conn, check)):
-                    # On a connection of ours: a rollback of the caller's must not undo the migration.
+                    # Not on the caller's connection: a rollback there would undo the migration.
                     await self._open_pool()
                 self._schema_seen = True
             rows = await caller_connection.arun(conn, statement)
@@ -116,7 +116,7 @@ class AsyncStore:
         """Raise `SchemaTooNew` if a newer Howdah has migrated the schema while this process runs."""
         check = migrate.check(self._settings.schema, create=False)
         async with _acquire(pool, time.monotonic() + self._settings.checkout_timeout) as conn:
-            await prepare_schema.adrive(conn, check, self._settings.command_timeout)
+            await sql_steps.adrive(conn, check, self._settings.command_timeout)
 
     async def _attempt(
         self, pool: asyncpg.Pool, statements: Iterable[Statement[T]], loop: RetryLoop
@@ -236,10 +236,10 @@ class AsyncStore:
                 reset=_skip_reset,
                 **(_POOLER_OPTIONS if self._is_behind_pooler else {}),
             )
-        prepare = prepare_schema.prepare(settings.schema, create=settings.create)
+        prepare = migrate.prepare(settings.schema, create=settings.create)
         try:
             async with _acquire(pool, deadline) as conn:
-                await prepare_schema.adrive(conn, prepare, settings.command_timeout)
+                await sql_steps.adrive(conn, prepare, settings.command_timeout)
         except BaseException:
             if settings.is_own_pool:
                 pool.terminate()

@@ -9,7 +9,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from howdah import sql
-from howdah.database.migrate import Query, Script, as_owner, begin, literal
+from howdah.database.migrate import as_owner, begin, literal
+from howdah.database.sql_steps import Query, Script
 from howdah.encoding.validation import check_option_text
 from howdah.errors import InvalidOption, did_you_mean
 from howdah.protocol.schema_name import quote_schema

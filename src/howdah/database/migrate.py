@@ -8,45 +8,22 @@ waits behind it.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-
-import psycopg
-from psycopg.rows import tuple_row
+from typing import TYPE_CHECKING
 
 from howdah import sql
-from howdah.errors import SchemaMissing, SchemaOutdated, SchemaTooNew
+from howdah.database.sql_steps import Query, Script, Steps, drive, with_retries
+from howdah.errors import SchemaMissing, SchemaOutdated, SchemaTooNew, sqlstate
 from howdah.protocol.schema_name import quote_schema
 from howdah.sql.catalog import Catalog, differences, is_comparable
 
 if TYPE_CHECKING:
-    from howdah.protocol.statements import Rows
+    from howdah.database.connection import Connection
     from howdah.sql import Release, TableStep
     from howdah.sql.catalog import Difference
 
-T = TypeVar("T")
-
 LOCK_TIMEOUT = "2s"
-RETRY_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """One statement that returns rows."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """Any number of statements whose rows are ignored."""
-
-    text: str
-
-
-Steps: TypeAlias = Generator[Query | Script, Any, T]
+_INSUFFICIENT_PRIVILEGE = "42501"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +99,19 @@ def check(schema: str, *, create: bool = True) -> Steps[bool]:
     if found.version == 0:
         raise SchemaMissing(schema)
     raise SchemaOutdated(schema, found.version, release.version)
+
+
+def prepare(schema: str, *, create: bool) -> Steps[None]:
+    """Check that this code can use the schema, and migrate it if it is behind and `create` is set. Every client
+    does this before its first statement."""
+    if not (yield from check(schema, create=create)):
+        return
+    try:
+        yield from with_retries(lambda: steps(schema))
+    except Exception as error:
+        if sqlstate(error) == _INSUFFICIENT_PRIVILEGE:
+            yield from refuse(schema)
+        raise
 
 
 def refuse(schema: str) -> Steps[None]:
@@ -340,34 +330,6 @@ def full_script(schema: str, after: int = 0) -> str:
     )
 
 
-def drive(conn: psycopg.Connection[Any], work: Steps[T]) -> T:
-    """Run a generator of SQL on a psycopg connection in autocommit mode, and return its result."""
-    answer: Rows | None = None
-    while True:
-        try:
-            step = work.send(answer)
-        except StopIteration as stop:
-            value: T = stop.value
-            return value
-        with conn.cursor(row_factory=tuple_row) as cursor:
-            cursor.execute(step.text.encode())
-            answer = cursor.fetchall() if isinstance(step, Query) else None
-
-
-def migrate(
-    conn: psycopg.Connection[Any], schema: str, *, release: Release | None = None
-) -> Applied:
+def migrate(conn: Connection, schema: str, *, release: Release | None = None) -> Applied:
     """Bring the schema up to date on a psycopg connection in autocommit mode."""
-    return drive_with_retries(conn, lambda: steps(schema, release))
-
-
-def drive_with_retries(conn: psycopg.Connection[Any], work: Callable[[], Steps[T]]) -> T:
-    """`drive`, retried from the start while another transaction holds a lock that it needs."""
-    deadline = time.monotonic() + RETRY_SECONDS
-    while True:
-        try:
-            return drive(conn, work())
-        except psycopg.errors.LockNotAvailable:
-            conn.execute("ROLLBACK")
-            if time.monotonic() > deadline:
-                raise
+    return drive(conn, with_retries(lambda: steps(schema, release)))

@@ -20,7 +20,7 @@ import psycopg_pool
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import tuple_row
 
-from howdah.database import caller_connection, migrate, prepare_schema
+from howdah.database import caller_connection, migrate, sql_steps
 from howdah.database.driver_errors import (
     Address,
     is_connection_lost,
@@ -87,7 +87,6 @@ class Store:
         )
         self._lock = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Any] | None = None
-        self._url = ""
         self._schema_seen = False
         _stores.add(self)
 
@@ -108,7 +107,7 @@ class Store:
             if self._settings.create and not self._schema_seen:
                 check = Statements(schema).has_schema()
                 if not check.decode(caller_connection.run(conn, check)):
-                    # On a connection of ours: a rollback of the caller's must not undo the migration.
+                    # Not on the caller's connection: a rollback there would undo the migration.
                     self._open_pool()
                 self._schema_seen = True
             rows = caller_connection.run(conn, statement)
@@ -140,10 +139,10 @@ class Store:
         with pool.connection(self._settings.checkout_timeout) as conn:
             self._drive(conn, check)
 
-    def _drive(self, conn: psycopg.Connection[Any], steps: prepare_schema.Steps[T]) -> T:
+    def _drive(self, conn: psycopg.Connection[Any], steps: sql_steps.Steps[T]) -> T:
         timeout = self._settings.command_timeout
         with StatementDeadline(conn, timeout) as deadline:
-            return prepare_schema.drive(conn, steps, timeout, deadline)
+            return sql_steps.drive(conn, steps, timeout, deadline)
 
     def _replace(self, pool: psycopg_pool.ConnectionPool[Any] | None) -> None:
         """Replace a pool after one of its connections broke. Connections in use stay open."""
@@ -204,11 +203,10 @@ class Store:
 
     def _connect_pool(self, deadline: float) -> psycopg_pool.ConnectionPool[Any]:
         settings = self._settings
-        prepare = prepare_schema.prepare(settings.schema, create=settings.create)
+        prepare = migrate.prepare(settings.schema, create=settings.create)
         if isinstance(self._database, psycopg_pool.ConnectionPool):
             settings.address = _address_of(self._database)
             with self._database.connection(seconds_left(deadline)) as conn:
-                self._url = conn.info.dsn
                 settings.address = (conn.info.host, conn.info.dbname)
                 autocommit = conn.autocommit
                 conn.autocommit = True
@@ -217,13 +215,13 @@ class Store:
                 finally:
                     conn.autocommit = autocommit
             return self._database
-        self._url = resolve_url(self._database)
-        settings.address = database_url.host_and_database(self._url)
+        url = resolve_url(self._database)
+        settings.address = database_url.host_and_database(url)
         # The first connection is not the pool's, so that an unreachable server is reported with its reason.
-        with self._connect(deadline) as conn:
+        with self._connect(url, deadline) as conn:
             self._drive(conn, prepare)
         return _Pool(
-            self._url,
+            url,
             min_size=0,
             max_size=POOL_CONNECTIONS,
             open=True,
@@ -233,23 +231,12 @@ class Store:
             kwargs={"autocommit": True, "prepare_threshold": None, **_LIBPQ_OPTIONS},
         )
 
-    def url(self) -> str:
-        """The URL of this store's database."""
-        self._open_pool()
-        return self._url
-
-    def connect(self) -> psycopg.Connection[Any]:
-        """Open a connection outside the pool, in autocommit mode. Retries until the timeout."""
-        return self._connect(time.monotonic() + self._settings.timeout)
-
-    def _connect(self, deadline: float) -> psycopg.Connection[Any]:
+    def _connect(self, url: str, deadline: float) -> psycopg.Connection[Any]:
         while True:
             timeout = min(CONNECT_TIMEOUT_SECONDS, math.ceil(seconds_left(deadline)))
             options = _LIBPQ_OPTIONS | {"connect_timeout": timeout}
             try:
-                return psycopg.connect(
-                    self._url, autocommit=True, prepare_threshold=None, **options
-                )
+                return psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
             except psycopg.ProgrammingError:
                 raise database_url.unreadable_url() from None
             except psycopg.OperationalError as error:

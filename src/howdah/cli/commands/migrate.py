@@ -11,7 +11,7 @@ import click
 
 from howdah import sql
 from howdah.cli.options import connect, database_options, json_option, resolve_url, unreachable
-from howdah.database import grants, migrate
+from howdah.database import grants, migrate, sql_steps
 from howdah.database.connection import (
     Connection,
     ConnectionFailed,
@@ -186,7 +186,7 @@ def _migrate(
             except LockNotAvailable as error:
                 raise HowdahError(
                     f'schema "{schema}" is in use by transactions that did not end within '
-                    f"{migrate.RETRY_SECONDS:g} s. Nothing was changed; run `howdah migrate` again."
+                    f"{sql_steps.RETRY_SECONDS:g} s. Nothing was changed; run `howdah migrate` again."
                 ) from error
             except DatabaseError as error:
                 raise _refusal(url, schema, error) from error
@@ -218,7 +218,9 @@ def _refuse_older(state: State, target: int) -> None:
 
 def _grant(conn: Connection, schema: str, asked: str) -> dict[str, list[str]]:
     try:
-        return migrate.drive_with_retries(conn, lambda: grants.steps(schema, grants.parse(asked)))
+        return sql_steps.drive(
+            conn, sql_steps.with_retries(lambda: grants.steps(schema, grants.parse(asked)))
+        )
     except UndefinedObject as error:
         raise HowdahError(
             f"{error.diag.message_primary}; nothing was granted. Create it first, as in: CREATE ROLE "
@@ -285,7 +287,7 @@ def _starting_point(database: str | None, schema: str, after: str | None) -> tup
 
 def _read_state(conn: Connection, url: str, schema: str) -> State:
     try:
-        installed, functions_needed, found = migrate.drive(conn, migrate.inspect(schema))
+        installed, functions_needed, found = sql_steps.drive(conn, migrate.inspect(schema))
     except DatabaseError as error:
         raise _refusal(url, schema, error) from error
     return State(

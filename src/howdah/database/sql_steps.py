@@ -1,53 +1,59 @@
-"""Checks a schema and migrates it on first use: one generator of SQL, and a driver for each client.
+"""Work as a generator of SQL, and a driver for each client, so that the sync and the async client run the same text.
 
-A driver sends what the generator yields, and throws the database's errors into it. Errors are told apart by
+A driver sends what the generator yields, and throws the database's errors into it. A generator tells errors apart by
 SQLSTATE, which is the same in both drivers.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import asyncpg
 import psycopg
 from psycopg.rows import tuple_row
 
-from howdah.database import migrate
 from howdah.errors import sqlstate
 from howdah.protocol.statements import LONG_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from howdah.database.statement_deadline import StatementDeadline
 
 T = TypeVar("T")
-Steps: TypeAlias = "Generator[migrate.Query | migrate.Script, Any, T]"
 
-LOCK_DEADLINE_SECONDS = 60.0
-_INSUFFICIENT_PRIVILEGE = "42501"
+RETRY_SECONDS = 60.0
 _LOCK_NOT_AVAILABLE = "55P03"
 
 
-def prepare(schema: str, *, create: bool) -> Steps[None]:
-    """Check that this code can use the schema, and migrate it if it is behind and `create` is set.
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One statement that returns rows."""
 
-    A migration that cannot get a lock in time is retried: another transaction holds the lock."""
-    if not (yield from migrate.check(schema, create=create)):
-        return
-    deadline = time.monotonic() + LOCK_DEADLINE_SECONDS
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Any number of statements whose rows are ignored."""
+
+    text: str
+
+
+Steps: TypeAlias = Generator[Query | Script, Any, T]
+
+
+def with_retries(work: Callable[[], Steps[T]]) -> Steps[T]:
+    """Run a transaction, from the start again while another transaction holds a lock that it needs."""
+    deadline = time.monotonic() + RETRY_SECONDS
     while True:
         try:
-            yield from migrate.steps(schema)
+            return (yield from work())
         except Exception as error:
-            if sqlstate(error) == _INSUFFICIENT_PRIVILEGE:
-                yield from migrate.refuse(schema)
             if sqlstate(error) != _LOCK_NOT_AVAILABLE or time.monotonic() > deadline:
                 raise
-            yield migrate.Script("ROLLBACK")
-        else:
-            return
+            yield Script("ROLLBACK")
 
 
 def drive(
@@ -66,7 +72,7 @@ def drive(
         except StopIteration as stop:
             result: T = stop.value
             return result
-        is_query = isinstance(step, migrate.Query)
+        is_query = isinstance(step, Query)
         if deadline is not None:
             deadline.renew(timeout if is_query else LONG_TIMEOUT_SECONDS)
         try:
@@ -89,7 +95,7 @@ async def adrive(conn: Any, steps: Steps[T], timeout: float) -> T:
             result: T = stop.value
             return result
         try:
-            if isinstance(step, migrate.Query):
+            if isinstance(step, Query):
                 send, value = steps.send, await conn.fetch(step.text, timeout=timeout)
             else:
                 await conn.execute(step.text, timeout=LONG_TIMEOUT_SECONDS)
