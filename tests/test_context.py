@@ -1,8 +1,7 @@
-"""What a handler sees of its own run, and what others see of its reports. The same in each executor."""
+"""The context of a run, and its reports as others read them. It is the same in each executor."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,17 +27,17 @@ in_each_executor = pytest.mark.parametrize("executor", ["async", "thread", "proc
 
 
 @in_each_executor
-async def test_a_context_says_what_the_run_is(
+async def test_a_context_has_the_fields_of_its_run(
     module_app: App, running_worker: RunWorker, executor: str
 ) -> None:
     task = module_app.tasks[f"{executor}:describes"]
     handle = await task.using(request_id="r-1", idempotency_key=f"k-{executor}").aenqueue()
     async with running_worker(module_app):
-        said = await handle.aresult(120)
-    deadline = datetime.fromisoformat(said.pop("deadline"))
+        fields = await handle.aresult(120)
+    deadline = datetime.fromisoformat(fields.pop("deadline"))
     assert timedelta(0) < deadline - datetime.now(UTC) < timedelta(seconds=51)
-    assert UUID(said.pop("id")) == handle.id
-    assert said == {
+    assert UUID(fields.pop("id")) == handle.id
+    assert fields == {
         "job_type": f"{executor}:describes",
         "queue": "default",
         "attempt": 1,
@@ -64,7 +63,7 @@ async def test_no_event_is_lost_when_the_job_ends_right_after(
 
 
 @in_each_executor
-async def test_a_failed_attempt_leaves_its_error_behind_everything_it_reported(
+async def test_the_error_of_a_failed_attempt_comes_after_its_reports(
     module_app: App, running_worker: RunWorker, executor: str
 ) -> None:
     handle = await module_app.tasks[f"{executor}:fails_at_a_stage"].aenqueue()
@@ -79,14 +78,14 @@ async def test_a_failed_attempt_leaves_its_error_behind_everything_it_reported(
 
 
 @in_each_executor
-async def test_a_first_report_and_a_new_stage_are_shown_at_once_and_percent_never_goes_back(
+async def test_a_first_report_and_a_new_stage_need_no_ordinary_flush_and_percent_never_decreases(
     module_app: App,
     running_worker: RunWorker,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     executor: str,
 ) -> None:
-    # Neither the ordinary flush nor the heartbeat can be what shows them.
+    # Neither the ordinary flush nor the heartbeat writes them.
     monkeypatch.setattr(heartbeat_module, "FLUSH_SECONDS", 3600.0)
     monkeypatch.setattr(heartbeat_module, "MAX_PERIOD_SECONDS", 3600.0)
     release = tmp_path / "release"
@@ -142,7 +141,9 @@ async def test_reports_of_many_threads_at_once_are_all_written(
         assert [e.data["n"] for e in events if e.data["by"] == number] == list(range(200))
 
 
-async def test_progress_that_is_no_number_is_refused(app: App, running_worker: RunWorker) -> None:
+async def test_progress_that_is_not_a_number_is_rejected(
+    app: App, running_worker: RunWorker
+) -> None:
     @app.task(max_attempts=1)
     def wrong(ctx: Context) -> str:
         with pytest.raises(InvalidOption, match="percent must be a number, not str"):
@@ -156,7 +157,7 @@ async def test_progress_that_is_no_number_is_refused(app: App, running_worker: R
     assert [event.kind for event in await app.aqueue.events(handle)] == ["event"]
 
 
-async def test_a_context_is_injected_wherever_the_annotation_stands(
+async def test_a_context_is_passed_to_any_parameter_annotated_with_it(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task
@@ -188,7 +189,7 @@ async def test_a_context_is_injected_wherever_the_annotation_stands(
         for task in tasks:
             handle = await task.aenqueue(5)  # type: ignore[call-arg]
             assert await handle.aresult(120) == [5, 1], task.name
-    # And where they are called like any function: a context that reports to nobody.
+    # A direct call gets a context whose reports are discarded.
     assert first(5) == positional(5) == before_many(5) == [5, 1]  # type: ignore[call-arg]
     assert await keyword(5) == [5, 1]  # type: ignore[call-arg]
     mine = Context(id=UUID(int=1), job_type="first", attempt=9)
@@ -196,12 +197,12 @@ async def test_a_context_is_injected_wherever_the_annotation_stands(
     assert await keyword(5, ctx=mine) == [5, 9]
 
 
-async def test_there_is_no_current_context_outside_of_a_run() -> None:
+async def test_current_outside_of_a_run_raises() -> None:
     with pytest.raises(HowdahError, match="outside of a running task"):
         howdah.current()
 
 
-async def test_a_handler_that_must_stop_learns_it_at_any_call(
+async def test_every_call_of_the_context_raises_in_a_handler_that_must_stop(
     app: App, running_worker: RunWorker, tmp_path: Path
 ) -> None:
     @app.task
@@ -221,8 +222,8 @@ async def test_a_handler_that_must_stop_learns_it_at_any_call(
                 call()
         try:
             ctx.check()
-        except Exception:  # what a loop's body may have around it
-            pytest.fail("an abort must not be caught by accident")
+        except Exception:
+            pytest.fail("except Exception must not catch an abort")
 
     handle = await listens.aenqueue()
     async with running_worker(app):
@@ -234,7 +235,7 @@ async def test_a_handler_that_must_stop_learns_it_at_any_call(
 
 
 @in_each_executor
-async def test_a_request_id_flows_into_the_jobs_that_a_handler_enqueues(
+async def test_the_jobs_that_a_handler_enqueues_get_its_request_id(
     module_app: App, running_worker: RunWorker, executor: str
 ) -> None:
     task = module_app.tasks[f"{executor}:enqueues_another"]
@@ -245,7 +246,7 @@ async def test_a_request_id_flows_into_the_jobs_that_a_handler_enqueues(
         assert (await module_app.aqueue.get(child)).request_id is None
 
 
-# ── the completion in the handler's own transaction ───────────────────────────────────────────────
+# ── completing the job in the handler's transaction ───────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -264,7 +265,7 @@ async def test_rows_and_completion_commit_together_exactly_once(
     table: psycopg.Connection[Any],
     executor: str,
 ) -> None:
-    """The first attempt dies before its commit, the second commits, and neither counts twice."""
+    """The first attempt raises before its commit, and the second commits."""
     app = module_app
 
     @app.task(name="thread:charge", retry=Retry.fixed(0))
@@ -275,7 +276,7 @@ async def test_rows_and_completion_commit_together_exactly_once(
             app.queue.complete(ctx.completion(), {"charged": ctx.attempt}, conn=conn)
             if ctx.attempt == 1:
                 raise OSError("torn before the commit")
-        return "is not stored: the transaction has said it all"
+        return "not stored: the transaction has written the result"
 
     @app.task(name="async:charge", retry=Retry.fixed(0))
     async def acharge(ctx: Context) -> str:
@@ -289,12 +290,12 @@ async def test_rows_and_completion_commit_together_exactly_once(
                     raise OSError("torn before the commit")
         finally:
             await conn.close()
-        return "is not stored: the transaction has said it all"
+        return "not stored: the transaction has written the result"
 
     handle = await app.tasks[f"{executor}:charge"].aenqueue()
     async with running_worker(app):
         job = await ended(handle)
-        # The event that came before the commit was not written yet when the job ended.
+        # The event from before the commit may be written after the job ended.
         await eventually(lambda: _counted(app, handle, 3))
     assert (job.status, job.attempts, job.result) == (Status.COMPLETED, 2, {"charged": 2})
     assert table.execute("SELECT job, attempt FROM charges").fetchall() == [(handle.id, 2)]
@@ -306,7 +307,7 @@ async def _counted(app: App, handle: Any, count: int) -> bool:
     return (await app.aqueue.get(handle)).events_count == count
 
 
-async def test_a_completion_that_was_rolled_back_in_silence_is_a_failed_attempt(
+async def test_a_completion_that_was_rolled_back_is_a_failed_attempt(
     app: App, running_worker: RunWorker, database: str, table: psycopg.Connection[Any]
 ) -> None:
     @app.task
@@ -329,7 +330,7 @@ async def test_a_completion_that_was_rolled_back_in_silence_is_a_failed_attempt(
     assert "did not commit" in error.data["error"]
 
 
-async def test_a_stale_completion_rolls_the_handlers_rows_back(
+async def test_a_stale_completion_rolls_back_the_handlers_rows(
     app: App, running_worker: RunWorker, database: str, table: psycopg.Connection[Any]
 ) -> None:
     @app.task
@@ -358,19 +359,19 @@ async def test_a_direct_call_has_no_lease_to_complete_under() -> None:
         Context(id=UUID(int=1), job_type="x").completion()
 
 
-async def test_events_wait_for_a_database_that_is_away_for_a_moment(
+async def test_events_are_retried_and_the_outcome_is_written_after_them(
     app: App, running_worker: RunWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from howdah.database.store import Store
     from howdah.errors import DatabaseUnreachable
 
     away = threading.Event()
-    refused = threading.Event()
+    attempts: list[int] = []
     run_all = Store.run_all
 
     def unreliable(self: Store, statements: Any) -> Any:
         if away.is_set() and "add_events" in statements[0].text:
-            refused.set()
+            attempts.append(1)
             raise DatabaseUnreachable("here", "there", "away")
         return run_all(self, statements)
 
@@ -385,11 +386,13 @@ async def test_events_wait_for_a_database_that_is_away_for_a_moment(
 
     away.set()
     handle = await reports.aenqueue()
-    async with running_worker(app):
-        await eventually(refused.is_set)
+    async with running_worker(app) as worker:
+        await eventually(lambda: attempts)
         going_on.set()
-        await asyncio.sleep(0.2)  # the outcome must wait behind the events
-        assert not (await handle.ajob()).status.is_final
+        await eventually(lambda: worker.health()["running"] == 0)  # the handler has returned
+        failures = len(attempts)
+        await eventually(lambda: len(attempts) > failures + 1)
+        assert not (await handle.ajob()).status.is_final  # the outcome is written after the events
         away.clear()
         await ended(handle)
     assert [e.data["n"] for e in await app.aqueue.events(handle)] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""What surrounds runs: state-change hooks, middleware, lifespans."""
+"""State-change hooks, middlewares and lifespans."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 # ── state changes ─────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_hooks_are_told_of_every_change_after_its_commit(
+async def test_hooks_receive_every_state_change_after_its_commit(
     app: App, running_worker: RunWorker
 ) -> None:
     changes: list[tuple[str, str, int, str | None]] = []
     stored: list[tuple[str, Status]] = []
 
     @app.on_state_change
-    def tell(change: StateChange) -> None:
+    def record(change: StateChange) -> None:
         assert change.request_id == "r-1"
         changes.append((change.job_type, change.state, change.attempt, change.error))
         if change.state not in ("running", "released", "retrying"):
@@ -61,7 +61,7 @@ async def test_hooks_are_told_of_every_change_after_its_commit(
     async with running_worker(app):
         for task in (completes, fails, cancels, snoozes):
             await ended(await task.using(request_id="r-1").aenqueue())
-    # The next run may begin before this process has told of the end of the last.
+    # The next run may start before the hooks receive the end of the last.
     assert sorted(changes, key=_order) == [
         ("completes", "running", 1, None),
         ("completes", "completed", 1, None),
@@ -86,11 +86,11 @@ def _order(change: tuple[str, str, int, str | None]) -> tuple[int, int, int]:
     return tasks.index(change[0]), change[2], states.index(change[1])
 
 
-async def test_a_hook_that_blocks_or_raises_neither_slows_nor_breaks_a_worker(
+async def test_a_hook_that_blocks_or_raises_does_not_slow_or_fail_a_worker(
     app: App, running_worker: RunWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
-    heard: list[str] = []
+    received: list[str] = []
 
     @app.on_state_change
     def blocks(change: StateChange) -> None:
@@ -100,7 +100,7 @@ async def test_a_hook_that_blocks_or_raises_neither_slows_nor_breaks_a_worker(
     @app.on_state_change
     async def coroutine(change: StateChange) -> None:
         await asyncio.sleep(0)
-        heard.append(change.state)
+        received.append(change.state)
 
     @app.task
     async def quick(x: int) -> int:
@@ -110,10 +110,10 @@ async def test_a_hook_that_blocks_or_raises_neither_slows_nor_breaks_a_worker(
         handles = await quick.aenqueue_many([(n,) for n in range(50)])
         for handle in handles:
             assert (await ended(handle)).status is Status.COMPLETED
-        assert heard == []
+        assert received == []
         release.set()
-        await eventually(lambda: len(heard) == 100)
-    assert heard.count("completed") == 50
+        await eventually(lambda: len(received) == 100)
+    assert received.count("completed") == 50
     assert caplog.text.count("state-change hook failed") == 100
 
 
@@ -121,7 +121,7 @@ async def test_a_hook_that_blocks_or_raises_neither_slows_nor_breaks_a_worker(
 
 
 def surround(app: App) -> None:
-    """What `tasks_module.app` has, here as well, and its task in each executor."""
+    """Add the middleware and lifespan of `tasks_module.app`, and its task in each executor."""
     app.middleware(tasks_module.around)
     app.lifespan(tasks_module.colours)
     function = tasks_module.surrounded.function
@@ -135,7 +135,7 @@ def surround(app: App) -> None:
 
 
 @pytest.mark.parametrize("name", ["async", "thread", "surrounded"])
-async def test_a_middleware_surrounds_runs_in_each_executor(
+async def test_a_middleware_wraps_runs_in_each_executor(
     app: App, running_worker: RunWorker, tmp_path: Path, name: str
 ) -> None:
     surround(app)
@@ -151,7 +151,7 @@ async def test_a_middleware_surrounds_runs_in_each_executor(
     assert (kept.status, kept.result) == (Status.COMPLETED, None)
 
 
-async def test_middlewares_are_nested_in_their_order_and_async_ones_surround_async_tasks_only(
+async def test_middlewares_nest_in_order_of_registration_and_async_ones_wrap_async_tasks_only(
     app: App, running_worker: RunWorker
 ) -> None:
     order: list[str] = []
@@ -189,7 +189,7 @@ async def test_middlewares_are_nested_in_their_order_and_async_ones_surround_asy
         assert order == ["outer thread", "runs", "outer ends"]
 
 
-async def test_a_middleware_that_raises_fails_the_job_and_nothing_runs(
+async def test_a_middleware_that_raises_fails_the_job_before_its_handler_runs(
     app: App, running_worker: RunWorker
 ) -> None:
     ran: list[int] = []
@@ -211,7 +211,7 @@ async def test_a_middleware_that_raises_fails_the_job_and_nothing_runs(
 # ── lifespans ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_lifespans_surround_the_workers_life_and_give_resources(
+async def test_lifespans_run_when_a_worker_starts_and_stops_and_provide_resources(
     app: App, running_worker: RunWorker, tmp_path: Path
 ) -> None:
     life = str(tmp_path / "life")
@@ -248,7 +248,7 @@ async def test_lifespans_surround_the_workers_life_and_give_resources(
     assert lines(life) == ["plain enters", "async enters", "async leaves", "plain leaves"]
 
 
-async def test_a_lifespan_that_fails_keeps_the_worker_from_starting(
+async def test_a_lifespan_that_raises_prevents_the_worker_from_starting(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.lifespan

@@ -1,4 +1,4 @@
-"""Apps and tasks: registering, calling, enqueueing, and the way of arguments and results."""
+"""Apps and tasks: registering, calling, enqueueing, and the conversion of arguments and results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # ── registering ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_task_is_named_like_its_function_and_still_callable(sync_app: App) -> None:
+def test_a_task_has_the_name_of_its_function_and_is_callable(sync_app: App) -> None:
     @sync_app.task
     def add(x: int, y: int = 2) -> int:
         """Adds."""
@@ -61,7 +61,7 @@ def test_a_task_is_named_like_its_function_and_still_callable(sync_app: App) -> 
     assert sync_app.get_task("add") is add
 
 
-def test_two_tasks_under_one_name_are_refused(sync_app: App) -> None:
+def test_two_tasks_with_one_name_are_rejected(sync_app: App) -> None:
     @sync_app.task(name="send")
     def send_mail() -> None: ...
 
@@ -73,7 +73,7 @@ def test_two_tasks_under_one_name_are_refused(sync_app: App) -> None:
         def send_sms() -> None: ...
 
 
-def test_an_unknown_task_is_answered_with_the_nearest_name(sync_app: App) -> None:
+def test_an_unknown_task_raises_with_the_nearest_name(sync_app: App) -> None:
     @sync_app.task
     def send_email() -> None: ...
 
@@ -102,7 +102,7 @@ def test_an_unknown_task_is_answered_with_the_nearest_name(sync_app: App) -> Non
         ({"name": "x" * 201}, "the task's name is 201 characters long; the limit is 200."),
     ],
 )
-def test_a_wrong_option_is_refused_when_the_task_is_made(
+def test_an_invalid_option_is_rejected_when_the_task_is_made(
     sync_app: App, options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(InvalidOption) as caught:
@@ -123,7 +123,7 @@ def test_an_async_def_cannot_run_in_a_thread(sync_app: App) -> None:
         async def coroutine() -> None: ...
 
 
-def test_a_process_task_inside_a_function_is_refused_by_the_worker(sync_app: App) -> None:
+def test_a_worker_rejects_a_process_task_defined_inside_a_function(sync_app: App) -> None:
     @sync_app.task(run_in="process")
     def inner() -> None: ...
 
@@ -131,7 +131,7 @@ def test_a_process_task_inside_a_function_is_refused_by_the_worker(sync_app: App
         Worker(sync_app)
 
 
-def test_a_worker_without_tasks_is_refused(sync_app: App) -> None:
+def test_a_worker_of_an_app_without_tasks_is_rejected(sync_app: App) -> None:
     with pytest.raises(InvalidOption, match="the app has no tasks"):
         Worker(sync_app)
 
@@ -139,7 +139,7 @@ def test_a_worker_without_tasks_is_refused(sync_app: App) -> None:
 # ── enqueueing ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_options_of_a_task_go_with_its_jobs_and_those_of_a_call_go_before_them(
+def test_jobs_get_the_options_of_their_task_and_options_of_a_call_override_them(
     sync_app: App,
 ) -> None:
     @sync_app.task(queue="mail", priority=150, max_attempts=9, keep=60)
@@ -155,7 +155,7 @@ def test_options_of_a_task_go_with_its_jobs_and_those_of_a_call_go_before_them(
     assert send.enqueue("c").job().priority == 150
 
 
-def test_an_unknown_option_of_a_call_is_answered_with_the_nearest(sync_app: App) -> None:
+def test_an_unknown_option_of_a_call_raises_with_the_nearest_name(sync_app: App) -> None:
     @sync_app.task
     def f() -> None: ...
 
@@ -164,7 +164,7 @@ def test_an_unknown_option_of_a_call_is_answered_with_the_nearest(sync_app: App)
     assert str(caught.value) == 'unknown option "ordering_kei"; did you mean "ordering_key"?'
 
 
-def test_a_second_call_under_one_idempotency_key_is_the_first_job(sync_app: App) -> None:
+def test_a_second_call_with_one_idempotency_key_returns_the_first_job(sync_app: App) -> None:
     @sync_app.task
     def f(x: int) -> None: ...
 
@@ -175,7 +175,7 @@ def test_a_second_call_under_one_idempotency_key_is_the_first_job(sync_app: App)
     assert second.job().data == {"x": 1}
 
 
-def test_an_enqueue_joins_the_callers_transaction(sync_app: App, database: str) -> None:
+def test_an_enqueue_is_part_of_the_callers_transaction(sync_app: App, database: str) -> None:
     @sync_app.task
     def joined(x: int) -> None: ...
 
@@ -190,7 +190,7 @@ def test_an_enqueue_joins_the_callers_transaction(sync_app: App, database: str) 
     assert found == {kept.id, *(handle.id for handle in many)}
 
 
-async def test_an_async_enqueue_joins_the_callers_transaction(app: App, database: str) -> None:
+async def test_an_async_enqueue_is_part_of_the_callers_transaction(app: App, database: str) -> None:
     @app.task
     async def af(x: int) -> None: ...
 
@@ -252,7 +252,7 @@ def test_arguments_are_checked_when_they_are_enqueued_and_nothing_is_written(
     assert sync_app.find(job_type="bound") == []
 
 
-def test_data_over_the_limit_are_refused(sync_app: App) -> None:
+def test_data_over_the_limit_are_rejected(sync_app: App) -> None:
     @sync_app.task
     def large(x: str) -> None: ...
 
@@ -260,7 +260,7 @@ def test_data_over_the_limit_are_refused(sync_app: App) -> None:
         large.enqueue("x" * 70_000)
 
 
-# ── the way of arguments and results ──────────────────────────────────────────────────────────────
+# ── arguments and results ──────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -324,7 +324,7 @@ VALUES: list[tuple[Any, Any]] = [
 ]
 
 
-async def test_arguments_and_results_have_the_annotated_types_again(
+async def test_arguments_and_results_are_converted_to_the_annotated_types(
     app: App, running_worker: RunWorker
 ) -> None:
     seen: dict[str, Any] = {}
@@ -344,7 +344,7 @@ async def test_arguments_and_results_have_the_annotated_types_again(
             assert (seen[task.name], type(seen[task.name])) == (value, type(value)), type_
 
 
-async def test_every_kind_of_parameter_arrives_where_it_belongs(
+async def test_every_kind_of_parameter_gets_its_argument(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task
@@ -370,7 +370,7 @@ async def test_every_kind_of_parameter_arrives_where_it_belongs(
     ]
 
 
-async def test_an_annotation_that_cannot_be_resolved_spoils_only_its_own_argument(
+async def test_an_annotation_that_cannot_be_resolved_affects_only_its_own_argument(
     app: App, running_worker: RunWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.task
@@ -383,7 +383,7 @@ async def test_an_annotation_that_cannot_be_resolved_spoils_only_its_own_argumen
         assert await handle.aresult(120) == "x 2026 1"
 
 
-async def test_a_job_from_sql_with_the_wrong_data_fails_at_once(
+async def test_a_job_enqueued_by_sql_with_invalid_data_fails_without_a_retry(
     app: App, running_worker: RunWorker, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
     @app.task(max_attempts=5)
@@ -413,7 +413,7 @@ async def test_a_job_from_sql_with_the_wrong_data_fails_at_once(
         assert sentence in (job.last_error or "")
 
 
-async def test_a_stored_result_that_no_longer_fits_is_given_as_it_is(
+async def test_a_stored_result_that_does_not_fit_the_annotation_is_returned_unconverted(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task
@@ -424,7 +424,7 @@ async def test_a_stored_result_that_no_longer_fits_is_given_as_it_is(
         assert await (await lies.aenqueue()).aresult(120) == "not a number"
 
 
-async def test_a_worker_claims_no_type_that_it_does_not_know(
+async def test_a_worker_claims_only_the_types_of_its_tasks(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task
@@ -440,9 +440,7 @@ async def test_a_worker_claims_no_type_that_it_does_not_know(
         await asyncio.to_thread(app.handle, stranger)
 
 
-async def test_two_apps_live_side_by_side_in_one_process(
-    database: str, running_worker: RunWorker
-) -> None:
+async def test_two_apps_work_in_one_process(database: str, running_worker: RunWorker) -> None:
     one, two = App(database, schema="queue_one"), App(database, schema="queue two")
 
     @one.task(name="same")
@@ -546,7 +544,7 @@ async def uses() -> None:
 """
 
 
-def test_a_type_checker_sees_the_functions_own_signature(tmp_path: Path) -> None:
+def test_a_type_checker_sees_the_signature_of_the_function(tmp_path: Path) -> None:
     snippet = tmp_path / "snippet.py"
     snippet.write_text(TYPED)
     (tmp_path / "mypy.ini").write_text("[mypy]\nfollow_imports = silent\n")

@@ -1,4 +1,4 @@
-"""What a heartbeat says of the runs it asked about, and of no other."""
+"""The heartbeat aborts the runs that it sent, and no others."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def claim(queue: JobQueue) -> Run:
     return Run(job.id, job.lease_id, job, task=None)
 
 
-def test_a_job_that_is_ours_again_is_not_taken_for_the_run_that_ended(
+def test_a_new_run_of_a_job_is_not_aborted_for_the_lost_lease_of_the_old_run(
     queue: JobQueue, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is retried and claimed again while the statement is on its way that extends the old lease."""
+    """The job is retried and claimed again while the statement that extends the old lease is being sent."""
     handle = queue.enqueue("nap")
     first = claim(queue)
-    told: list[Run] = []
-    heartbeat = Heartbeat(store, WorkerStatements("howdah"), LEASE, told.append)
+    aborted: list[Run] = []
+    heartbeat = Heartbeat(store, WorkerStatements("howdah"), LEASE, aborted.append)
     heartbeat.add(first)
     runs: list[Run] = []
     run_statement = store.run
@@ -60,16 +60,16 @@ def test_a_job_that_is_ours_again_is_not_taken_for_the_run_that_ended(
     monkeypatch.setattr(store, "run", run_late)
     heartbeat.beat()
     assert heartbeat.runs() == runs
-    assert told == []
+    assert aborted == []
     assert runs[0].abort_reason is None
-    # The new one is extended, and heard of when it is lost, as ever.
+    # The new run is aborted when its own lease is lost.
     queue.fail(handle.id, reason="again", retry=True)
     heartbeat.beat()
-    assert told == runs
+    assert aborted == runs
     assert runs[0].abort_reason == "lost"
 
 
-def test_a_run_that_has_just_begun_is_not_told_of(
+def test_the_start_of_a_run_is_written_only_after_suspect_seconds(
     queue: JobQueue, store: Store, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
     queue.enqueue("nap")

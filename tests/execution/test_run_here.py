@@ -1,4 +1,4 @@
-"""`task.run` and `task.arun`: a job that runs here and now, and survives this process."""
+"""`task.run` and `task.arun`: a job that runs in the caller's process, and in a worker if the process is killed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_an_async_task_runs_in_the_callers_loop(app: App) -> None:
         now.run()
 
 
-def test_an_async_task_can_be_run_where_there_is_no_loop(sync_app: App) -> None:
+def test_an_async_task_runs_without_an_event_loop(sync_app: App) -> None:
     @sync_app.task
     async def anywhere(x: int) -> int:
         await asyncio.sleep(0)
@@ -96,7 +96,7 @@ def test_a_second_run_under_one_key_gives_the_stored_result(sync_app: App) -> No
     assert ran == [1, 3]
 
 
-def test_a_run_under_a_key_whose_job_is_under_way_says_so(sync_app: App) -> None:
+def test_a_run_under_a_key_whose_job_is_in_flight_raises_task_in_flight(sync_app: App) -> None:
     began, release = threading.Event(), threading.Event()
 
     @sync_app.task
@@ -118,7 +118,7 @@ def test_a_run_under_a_key_whose_job_is_under_way_says_so(sync_app: App) -> None
     assert keyed.run(2) == 1
 
 
-async def test_an_exception_is_raised_here_and_a_worker_tries_again(
+async def test_an_exception_is_raised_to_the_caller_and_a_worker_retries_the_job(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task(retry=Retry.fixed(0))
@@ -138,7 +138,7 @@ async def test_an_exception_is_raised_here_and_a_worker_tries_again(
     assert await second_time.using(idempotency_key="second").arun() == 2
 
 
-def test_a_run_that_fails_for_good_is_told_again_to_who_asks_again(sync_app: App) -> None:
+def test_a_second_run_under_the_key_of_a_failed_job_raises_job_failed(sync_app: App) -> None:
     @sync_app.task(max_attempts=1)
     def hopeless() -> None:
         raise ValueError("no")
@@ -150,7 +150,7 @@ def test_a_run_that_fails_for_good_is_told_again_to_who_asks_again(sync_app: App
         keyed.run()
 
 
-def test_a_run_may_cancel_or_snooze_itself(sync_app: App) -> None:
+def test_a_run_can_cancel_or_snooze_its_job(sync_app: App) -> None:
     @sync_app.task
     def cancels() -> None:
         raise Cancel("no need")
@@ -167,7 +167,9 @@ def test_a_run_may_cancel_or_snooze_itself(sync_app: App) -> None:
     assert (job.status, job.attempts) == (Status.PENDING, 0)
 
 
-def test_a_result_that_cannot_be_stored_is_told_to_the_caller(sync_app: App) -> None:
+def test_a_result_that_cannot_be_stored_raises_to_the_caller_and_fails_the_job(
+    sync_app: App,
+) -> None:
     @sync_app.task
     def unstorable() -> object:
         return object()
@@ -178,7 +180,7 @@ def test_a_result_that_cannot_be_stored_is_told_to_the_caller(sync_app: App) -> 
 
 
 @pytest.mark.parametrize("option", ["delay", "ordering_key", "run_at", "conn"])
-def test_an_option_that_makes_no_sense_for_a_run_is_refused(sync_app: App, option: str) -> None:
+def test_an_option_that_does_not_apply_to_run_is_rejected(sync_app: App, option: str) -> None:
     @sync_app.task
     def f() -> None: ...
 
@@ -211,7 +213,7 @@ def test_a_long_run_keeps_its_lease(database: str) -> None:
     def long(ctx: Context) -> int:
         end = app.queue.get(ctx.id).lease_expires_at
         assert end is not None
-        while datetime.now(UTC) <= end:  # the lease that it began with
+        while datetime.now(UTC) <= end:  # until its first lease would have expired
             time.sleep(0.05)
         app.queue.recover_stale_jobs()
         return ctx.attempt
@@ -221,7 +223,7 @@ def test_a_long_run_keeps_its_lease(database: str) -> None:
     app.close()
 
 
-def test_a_run_that_lost_its_lease_writes_nothing_and_says_so(sync_app: App) -> None:
+def test_a_run_that_lost_its_lease_raises_lease_lost_and_writes_nothing(sync_app: App) -> None:
     @sync_app.task
     def stolen(ctx: Context) -> str:
         assert sync_app.takeover(ctx.id)
@@ -255,7 +257,7 @@ async def test_an_async_run_is_stopped_when_it_is_cancelled_or_taken_over(
     await asyncio.to_thread(app.close)
 
 
-async def test_an_async_run_whose_caller_is_cancelled_goes_to_a_worker_at_once(
+async def test_an_async_run_whose_caller_is_cancelled_is_released(
     app: App, running_worker: RunWorker
 ) -> None:
     begun = asyncio.Event()
@@ -283,21 +285,21 @@ async def test_an_async_run_whose_caller_is_cancelled_goes_to_a_worker_at_once(
         assert await handle.aresult(120) == "by the worker"
 
 
-def test_a_run_may_complete_itself_in_its_own_transaction(sync_app: App, database: str) -> None:
+def test_a_run_can_complete_its_job_in_its_own_transaction(sync_app: App, database: str) -> None:
     @sync_app.task
-    def settles(ctx: Context, commit: bool) -> None:
+    def completes(ctx: Context, commit: bool) -> None:
         ctx.event("before")
         with psycopg.connect(database) as conn:
-            sync_app.queue.complete(ctx.completion(), {"settled": True}, conn=conn)
+            sync_app.queue.complete(ctx.completion(), {"completed": True}, conn=conn)
             if not commit:
                 conn.rollback()
 
-    assert settles.run(True) == {"settled": True}
-    job = last(sync_app, "settles")
+    assert completes.run(True) == {"completed": True}
+    job = last(sync_app, "completes")
     assert (job.status, job.events_count) == (Status.COMPLETED, 1)
     with pytest.raises(HowdahError, match="did not commit"):
-        settles.run(False)
-    job = last(sync_app, "settles")
+        completes.run(False)
+    job = last(sync_app, "completes")
     assert (job.status, job.attempts, job.events_count) == (Status.PENDING, 1, 2)
 
 
@@ -315,7 +317,7 @@ def killed(path: str, ctx: Context) -> int:
 """
 
 
-async def test_a_worker_takes_over_when_the_process_dies_in_the_middle(
+async def test_a_worker_runs_the_job_of_a_process_that_was_killed(
     app: App, running_worker: RunWorker, database: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "ran")
@@ -330,7 +332,7 @@ async def test_a_worker_takes_over_when_the_process_dies_in_the_middle(
                 file.write(f"{ctx.attempt}\n")
             return ctx.attempt
 
-        with pytest.raises(TaskInFlight):  # another process than the one that runs it
+        with pytest.raises(TaskInFlight):  # the other process still runs it
             await killed.using(idempotency_key="killed").arun(path)  # type: ignore[call-arg]
         process.send_signal(signal.SIGKILL)
     async with running_worker(app):
@@ -341,7 +343,7 @@ async def test_a_worker_takes_over_when_the_process_dies_in_the_middle(
     assert lines(path) == ["1", "2"]
 
 
-def test_a_run_whose_claim_was_never_heard_of_is_repeated_under_the_same_lease(
+def test_a_run_whose_claim_was_not_answered_is_resent_and_makes_one_job(
     sync_app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @sync_app.task
@@ -351,14 +353,14 @@ def test_a_run_whose_claim_was_never_heard_of_is_repeated_under_the_same_lease(
     fetch = howdah.database.store._fetch  # type: ignore[attr-defined]
     broken: list[bool] = []
 
-    def lose_the_answer(conn: Any, statement: Any, again: bool) -> Any:
+    def lose_answer(conn: Any, statement: Any, again: bool) -> Any:
         rows = fetch(conn, statement, again)
         if "enqueue_and_claim" in statement.text and not broken:
             broken.append(True)
             raise psycopg.OperationalError("server closed the connection unexpectedly")
         return rows
 
-    monkeypatch.setattr("howdah.database.store._fetch", lose_the_answer)
+    monkeypatch.setattr("howdah.database.store._fetch", lose_answer)
     assert repeated.run() == 1
     assert broken
     assert len(sync_app.find(job_type="repeated")) == 1

@@ -1,4 +1,4 @@
-"""Handles: waiting for results, and following a job from before, during and after its run."""
+"""Handles: waiting for results, and watching a job before, during and after its run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """A job that goes on step by step."""
+    """Holds a job between its two stages."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
@@ -114,7 +114,7 @@ async def test_a_watcher_follows_a_job_through_its_retries(
     assert changes[-1].status is Status.FAILED
 
 
-async def test_notifications_make_a_watcher_quick(
+async def test_a_watcher_needs_no_polling_while_notifications_arrive(
     stepping: Any, gate: Gate, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 3600.0)
@@ -128,7 +128,7 @@ async def test_notifications_make_a_watcher_quick(
     assert rest[-1].status is Status.COMPLETED
 
 
-async def test_polling_covers_for_lost_notifications(
+async def test_a_watcher_polls_when_notifications_are_lost(
     stepping: Any, gate: Gate, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 0.05)
@@ -138,7 +138,7 @@ async def test_polling_covers_for_lost_notifications(
     assert steps(await asyncio.wait_for(follow(handle), 120)) == [1, 2, 3, 4, 5, 6, 7]
 
 
-async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
+async def test_a_watcher_whose_listener_was_terminated_misses_no_event(
     app: App,
     stepping: Any,
     gate: Gate,
@@ -147,7 +147,8 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watch, "POLL_SECONDS", 3600.0)
-    monkeypatch.setattr(listener, "PING_SECONDS", 3600.0)  # it must notice by itself
+    # The listener must detect it without a ping.
+    monkeypatch.setattr(listener, "PING_SECONDS", 3600.0)
     handle = await stepping.aenqueue()
     following = asyncio.create_task(follow(handle))
     await eventually(gate.began.is_set)
@@ -161,7 +162,7 @@ async def test_a_listener_that_was_cut_off_comes_back_and_nothing_is_missed(
     assert steps(await asyncio.wait_for(following, 120)) == [1, 2, 3, 4, 5, 6, 7]
 
 
-async def test_a_watcher_that_has_left_is_forgotten(
+async def test_a_closed_watcher_leaves_no_row_and_no_state(
     app: App,
     stepping: Any,
     gate: Gate,
@@ -183,10 +184,12 @@ async def test_a_watcher_that_has_left_is_forgotten(
     assert app._watcher()._watched == {}
 
 
-async def test_a_plain_thread_can_watch(stepping: Any, gate: Gate, worker: Worker) -> None:
+async def test_a_thread_without_an_event_loop_can_watch(
+    stepping: Any, gate: Gate, worker: Worker
+) -> None:
     def watch() -> tuple[list[Change], str]:
         handle = stepping.enqueue()
-        for change in handle.watch():  # one that leaves early
+        for change in handle.watch():  # this watcher stops early
             assert change.job.id == handle.id
             break
         changes = []
@@ -203,7 +206,7 @@ async def test_a_plain_thread_can_watch(stepping: Any, gate: Gate, worker: Worke
 # ── results ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_result_that_does_not_come_in_time_leaves_the_job_alone(
+async def test_a_result_timeout_does_not_affect_the_job(
     stepping: Any, gate: Gate, worker: Worker
 ) -> None:
     handle = await stepping.aenqueue()
@@ -214,12 +217,12 @@ async def test_a_result_that_does_not_come_in_time_leaves_the_job_alone(
         await asyncio.to_thread(handle.result, 0.2)
     gate.release.set()
     assert await handle.aresult(120) == "done"
-    # What is there already is given even to those who do not wait.
+    # An existing result is returned even with a timeout of 0.
     assert await handle.aresult(0) == "done"
     assert await asyncio.to_thread(handle.result, 0) == "done"
 
 
-async def test_a_failed_job_raises_what_it_failed_with(
+async def test_waiting_for_a_failed_job_raises_job_failed_with_its_error(
     stepping: Any, gate: Gate, worker: Worker
 ) -> None:
     gate.release.set()
@@ -231,7 +234,7 @@ async def test_a_failed_job_raises_what_it_failed_with(
         await asyncio.to_thread(handle.result, 120)
 
 
-async def test_a_waiting_caller_hears_of_a_cancellation(stepping: Any) -> None:
+async def test_waiting_for_a_job_that_is_cancelled_raises_job_cancelled(stepping: Any) -> None:
     handle = await stepping.aenqueue()
     waiting = asyncio.create_task(handle.aresult(120))
     await asyncio.sleep(0)
@@ -242,7 +245,7 @@ async def test_a_waiting_caller_hears_of_a_cancellation(stepping: Any) -> None:
     assert (await asyncio.to_thread(handle.job)).status is Status.CANCELLED
 
 
-async def test_a_job_that_is_gone_is_not_waited_for(stepping: Any, app: App) -> None:
+async def test_waiting_for_a_removed_job_raises_job_not_found(stepping: Any, app: App) -> None:
     handle = await stepping.aenqueue()
     await handle.acancel()
     await app.aqueue.clear()
@@ -250,7 +253,7 @@ async def test_a_job_that_is_gone_is_not_waited_for(stepping: Any, app: App) -> 
         await handle.aresult(120)
 
 
-async def test_a_handle_can_be_had_from_an_id(stepping: Any, app: App, gate: Gate) -> None:
+async def test_an_app_makes_a_handle_from_an_id(stepping: Any, app: App, gate: Gate) -> None:
     handle = await stepping.aenqueue()
     again: TaskHandle[Any] = await asyncio.to_thread(app.handle, str(handle.id))
     assert (again.id, again.is_new) == (handle.id, False)

@@ -1,6 +1,6 @@
-"""Worker processes for tests: started as a user would, watched through their logs, and never left behind.
+"""Worker processes for tests: started by the command line, observed through their logs, and killed after the test.
 
-Also the ledger that their jobs write, and waiting for what must happen."""
+Also the ledger that their jobs write."""
 
 from __future__ import annotations
 
@@ -9,31 +9,20 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from waiting import DEADLINE_SECONDS, until
 
+if TYPE_CHECKING:
     import psycopg
 
 HERE = Path(__file__).parent
-DEADLINE = 120.0
-
-
-def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
-    """The condition's value, once it is true."""
-    give_up = time.monotonic() + deadline
-    while not (value := condition()):
-        assert time.monotonic() < give_up, f"not within {deadline:g} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 class Child:
-    """One worker process, or the supervisor of some."""
+    """One worker process, or a supervisor of worker processes."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
@@ -44,21 +33,23 @@ class Child:
         return self.process.pid
 
     def entries(self) -> list[dict[str, Any]]:
-        """Its log, which must be JSON line by line. A last line that is not yet whole is left out."""
+        """Its log; every line must be JSON. An incomplete last line is left out."""
         text = self.log.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
-    def said(self, message: str) -> list[dict[str, Any]]:
+    def logged(self, message: str) -> list[dict[str, Any]]:
+        """The log entries with this message."""
         return [entry for entry in self.entries() if entry["message"] == message]
 
+    said = logged  # the name in tests of other packages
+
     def ready(self, count: int = 1) -> Child:
-        """Once it says that its workers have started."""
+        """Wait until `count` workers have logged that they started."""
 
         def is_ready() -> bool:
-            assert self.process.poll() is None or len(self.said("worker started")) >= count, (
-                self.log.read_text()
-            )
-            return len(self.said("worker started")) >= count
+            started = len(self.logged("worker started")) >= count
+            assert started or self.process.poll() is None, self.log.read_text()
+            return started
 
         until(is_ready, "the worker started")
         return self
@@ -66,8 +57,8 @@ class Child:
     def send(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout: float = DEADLINE) -> int:
-        """Its exit code, which is negative for a signal."""
+    def wait(self, timeout: float = DEADLINE_SECONDS) -> int:
+        """Its exit code, which is negative if a signal killed it."""
         return self.process.wait(timeout)
 
 
@@ -97,7 +88,7 @@ class Children:
         cwd: Path = HERE,
         **environment: str,
     ) -> Child:
-        """`howdah worker APP OPTIONS…`, with these variables in its environment."""
+        """Run `howdah worker APP OPTIONS…` with these environment variables."""
         log = self.directory / f"log-{len(self._started)}"
         command = [sys.executable, "-m", "howdah", "worker", app, *options]
         with open(log, "wb") as file:
@@ -121,11 +112,11 @@ class Children:
         return [entry for entry in entries if entry["kind"] in kinds]
 
     def counted(self, kind: str) -> Counter[str]:
-        """How often the ledger has this for each job."""
+        """The number of ledger lines of this kind for each job."""
         return Counter(entry["job"] for entry in self.ledger(kind))
 
     def close(self) -> None:
-        """Kill what still runs, with the children of a supervisor."""
+        """Kill the processes that still run, and the children of a supervisor."""
         for child in self._started:
             if child.process.poll() is None:
                 for pid in [*offspring(child.pid), child.pid]:
@@ -135,7 +126,7 @@ class Children:
 
 
 def offspring(pid: int) -> list[int]:
-    """The living child processes of a process."""
+    """The running child processes of a process."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -146,6 +137,7 @@ def offspring(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -153,9 +145,10 @@ def is_alive(pid: int) -> bool:
 
 
 def statuses(conn: psycopg.Connection[Any]) -> Counter[str]:
-    """How many jobs there are of each status."""
+    """The number of jobs with each status."""
     return Counter(dict(conn.execute("SELECT status, count(*) FROM howdah.jobs GROUP BY 1")))
 
 
 def all_ended(conn: psycopg.Connection[Any]) -> bool:
+    """Whether every job is completed, failed or cancelled."""
     return conn.execute("SELECT count(*) FROM howdah.live_jobs").fetchone() == (0,)

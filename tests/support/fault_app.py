@@ -1,9 +1,9 @@
-"""An app for workers in processes of their own, which tests kill, stop and cut off.
+"""An app for worker processes that tests kill, stop and disconnect.
 
-What runs do is written to a ledger outside the database: a file opened with O_APPEND, one JSON line each.
-The environment says where it is (FAULT_APP_LEDGER), how long leases are (FAULT_APP_LEASE), how often a
-worker polls that nothing but a notification should wake (FAULT_APP_POLL), and how long one may take to stop
-at once (FAULT_APP_LAST_PATIENCE)."""
+Handlers write to a ledger outside the database: a file opened with O_APPEND, one JSON object per line. Environment
+variables: FAULT_APP_LEDGER is the path of the ledger, FAULT_APP_LEASE the lease in seconds, FAULT_APP_POLL the
+seconds between polls (long, if only notifications should wake the worker), and FAULT_APP_STOP_TIMEOUT the seconds
+that the process may take to exit after the second signal."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ app = App(lease=float(os.environ.get("FAULT_APP_LEASE", "30")))
 if "FAULT_APP_POLL" in os.environ:
     fetcher.POLL_SECONDS = fetcher.POLL_SECONDS_LISTENING = float(os.environ["FAULT_APP_POLL"])
 
-if "FAULT_APP_LAST_PATIENCE" in os.environ:
-    cli.LAST_PATIENCE = float(os.environ["FAULT_APP_LAST_PATIENCE"])
+if "FAULT_APP_STOP_TIMEOUT" in os.environ:
+    cli.LAST_PATIENCE = float(os.environ["FAULT_APP_STOP_TIMEOUT"])
 
 
 def write(kind: str, job_id: object, attempt: int, **more: object) -> None:
@@ -55,9 +55,9 @@ async def nap(ctx: Context, seconds: float = 0.0) -> None:
 
 @app.task(max_attempts=5)
 async def gated(ctx: Context, gate: str) -> None:
-    """Ends once there is a file of this name."""
+    """Ends when a file of this name exists."""
     write("start", ctx.id, ctx.attempt)
-    while not os.path.exists(gate):  # noqa: ASYNC110, ASYNC240 - a test opens it, from outside
+    while not os.path.exists(gate):  # noqa: ASYNC110, ASYNC240 - the test process creates it
         await asyncio.sleep(0.01)
     write("effect", ctx.id, ctx.attempt)
 
@@ -69,7 +69,7 @@ async def noop() -> None:
 
 @app.task
 def thread_nap(ctx: Context, seconds: float) -> None:
-    """In a thread that listens."""
+    """A thread that calls its context, and so can be aborted."""
     write("start", ctx.id, ctx.attempt)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -79,8 +79,8 @@ def thread_nap(ctx: Context, seconds: float) -> None:
 
 
 @app.task
-def deaf_nap(ctx: Context, seconds: float) -> None:
-    """In a thread that does not."""
+def unabortable_nap(ctx: Context, seconds: float) -> None:
+    """A thread that does not call its context."""
     write("start", ctx.id, ctx.attempt)
     time.sleep(seconds)
     write("effect", ctx.id, ctx.attempt)
@@ -100,14 +100,14 @@ def leave(status: int) -> None:
 
 @app.task
 async def block(ctx: Context, seconds: float) -> None:
-    """Keeps the event loop from turning."""
+    """Blocks the event loop."""
     write("start", ctx.id, ctx.attempt)
     time.sleep(seconds)  # noqa: ASYNC251
 
 
 @app.task
-async def stubborn_nap(ctx: Context, seconds: float) -> None:
-    """In the event loop, and not to be cancelled."""
+async def uncancellable_nap(ctx: Context, seconds: float) -> None:
+    """A coroutine that ignores cancellation."""
     write("start", ctx.id, ctx.attempt)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -124,7 +124,7 @@ async def killer(ctx: Context) -> None:
 
 @app.task(max_attempts=5, retry=Retry.fixed(0.02))
 async def flaky(ctx: Context, key: str, n: int) -> None:
-    """Fails at first, every third time."""
+    """Every third job fails at its first attempt."""
     write("start", ctx.id, ctx.attempt, key=key, n=n)
     await asyncio.sleep(0.005)
     write("end", ctx.id, ctx.attempt, key=key, n=n)

@@ -1,4 +1,4 @@
-"""Tasks at the top level of a module, where a new process finds them. Most exist three times, as
+"""Tasks at the top level of a module, where a new process can import them. Most exist three times, as
 `async:NAME`, `thread:NAME` and `process:NAME`."""
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 app = App()  # has a middleware and a lifespan
 plain = App()  # has none
 
-FOREVER = 300.0
+LONG_SECONDS = 300.0
 
 
 def in_each_executor(**options: Any) -> Callable[[Callable[..., Any]], Task[..., Any]]:
-    """Register a function three times; the process's task is what the module holds under its name."""
+    """Register a function three times. The module attribute is the task that runs in a process."""
 
     def register(function: Callable[..., Any]) -> Task[..., Any]:
         @functools.wraps(function)
@@ -43,7 +43,7 @@ def in_each_executor(**options: Any) -> Callable[[Callable[..., Any]], Task[...,
 
 
 def note(path: str, text: object = "ran") -> int:
-    """Write a line; gives how many there are."""
+    """Append a line to a file; returns the number of lines."""
     with open(path, "a") as file:
         file.write(f"{text}\n")
     return len(Path(path).read_text().splitlines())
@@ -62,7 +62,7 @@ TENANT: ContextVar[str] = ContextVar("tenant", default="nobody")
 
 @in_each_executor()
 def of_tenant(name: str) -> str:
-    """Who was here before."""
+    """Returns the tenant that an earlier job has set."""
     before = TENANT.get()
     TENANT.set(name)
     return before
@@ -89,7 +89,7 @@ def hopeless(path: str) -> None:
 
 
 @in_each_executor(retry=QUICK, max_attempts=5)
-def gives_up(path: str) -> None:
+def raises_fail(path: str) -> None:
     note(path)
     raise Fail("of no use")
 
@@ -150,24 +150,24 @@ def returns(path: str, name: str) -> Any:
     return RESULTS[name]()
 
 
-# ── long ones ─────────────────────────────────────────────────────────────────────────────────────
+# ── long runs ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _wait(ctx: Context) -> None:
-    give_up = time.monotonic() + FOREVER
-    while time.monotonic() < give_up:
+    end = time.monotonic() + LONG_SECONDS
+    while time.monotonic() < end:
         ctx.check()
         time.sleep(0.01)
 
 
 def _long(options: dict[str, Any], name: str) -> None:
-    """`async:NAME` and `thread:NAME`: the first run waits to be stopped, and the second returns."""
+    """`async:NAME` and `thread:NAME`: the first run waits until it is aborted, the second returns."""
 
     async def in_loop(path: str) -> str:
         if note(path) > 1:
             return "second"
         try:
-            await asyncio.sleep(FOREVER)
+            await asyncio.sleep(LONG_SECONDS)
         finally:
             note(path, "stopped")
         return "first"
@@ -194,7 +194,7 @@ def long(path: str) -> str:
     if note(path) > 1:
         return "second"
     try:
-        time.sleep(FOREVER)
+        time.sleep(LONG_SECONDS)
     finally:
         note(path, "stopped")
     return "first"
@@ -204,7 +204,7 @@ def long(path: str) -> str:
 def limited(path: str) -> None:
     note(path)
     try:
-        time.sleep(FOREVER)
+        time.sleep(LONG_SECONDS)
     finally:
         note(path, "stopped")
 
@@ -216,29 +216,29 @@ def pid() -> int:
 
 @plain.task(run_in="process")
 def stubborn(path: str) -> None:
-    _ignore_the_end(path)
+    _ignore_sigterm(path)
 
 
 @plain.task(run_in="process", timeout=0.3, retry=Retry.never())
 def stubborn_limited(path: str) -> None:
-    _ignore_the_end(path)
+    _ignore_sigterm(path)
 
 
-def _ignore_the_end(path: str) -> None:
+def _ignore_sigterm(path: str) -> None:
     note(path, os.getpid())
     while True:
         try:
-            time.sleep(FOREVER)
+            time.sleep(LONG_SECONDS)
         except BaseException:
             note(path, "ignored")
 
 
 @in_each_executor()
-def deaf(path: str, release: str) -> str:
-    """Never looks at its context."""
+def ignores_context(path: str, release: str) -> str:
+    """Never calls its context."""
     note(path)
-    give_up = time.monotonic() + FOREVER
-    while not Path(release).exists() and time.monotonic() < give_up:
+    end = time.monotonic() + LONG_SECONDS
+    while not Path(release).exists() and time.monotonic() < end:
         time.sleep(0.01)
     return "late"
 
@@ -264,8 +264,8 @@ def hungry() -> int:
 
 @plain.task(run_in="process")
 def neighbour(release: str) -> str:
-    give_up = time.monotonic() + FOREVER
-    while not Path(release).exists() and time.monotonic() < give_up:
+    end = time.monotonic() + LONG_SECONDS
+    while not Path(release).exists() and time.monotonic() < end:
         time.sleep(0.01)
     return "unharmed"
 
@@ -310,8 +310,8 @@ def goes_back(ctx: Context, release: str) -> None:
     ctx.progress(20)
     ctx.progress(float("nan"))
     ctx.progress(stage="two")
-    give_up = time.monotonic() + FOREVER
-    while not Path(release).exists() and time.monotonic() < give_up:
+    end = time.monotonic() + LONG_SECONDS
+    while not Path(release).exists() and time.monotonic() < end:
         time.sleep(0.01)
 
 

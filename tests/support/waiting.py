@@ -1,4 +1,4 @@
-"""Waiting for what must happen, with a deadline that only a failure reaches."""
+"""Waits for something that must happen. Only a failing test reaches the deadline."""
 
 from __future__ import annotations
 
@@ -13,43 +13,60 @@ if TYPE_CHECKING:
 
     from howdah import Job, TaskHandle
 
-DEADLINE = 120.0
+DEADLINE_SECONDS = 120.0
+POLL_SECONDS = 0.01
 
 
-async def eventually(condition: Callable[[], Any], what: str = "") -> Any:
-    """The condition's value, or that of its coroutine, once it is true."""
-    give_up = time.monotonic() + DEADLINE
+def until(condition: Callable[[], Any], what: str, deadline: float = DEADLINE_SECONDS) -> Any:
+    """Wait in a sync test until the condition is true; returns its value. `what` describes it in a failure."""
+    end = time.monotonic() + deadline
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {deadline:g} s: {what}"
+        time.sleep(POLL_SECONDS)
+    return value
+
+
+async def eventually(
+    condition: Callable[[], Any], what: str = "", deadline: float = DEADLINE_SECONDS
+) -> Any:
+    """`until` for async tests. The condition may be a coroutine function."""
+    end = time.monotonic() + deadline
     while True:
         value = condition()
         if inspect.isawaitable(value):
             value = await value
         if value:
             return value
-        assert time.monotonic() < give_up, what or f"never true: {inspect.getsource(condition)}"
-        await asyncio.sleep(0.01)
+        assert time.monotonic() < end, (
+            f"not within {deadline:g} s: {what or inspect.getsource(condition)}"
+        )
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def ended(handle: TaskHandle[Any]) -> Job:
-    """The job, once it is completed, failed or cancelled."""
-    give_up = time.monotonic() + DEADLINE
-    while not (job := await handle.ajob()).status.is_final:
-        assert time.monotonic() < give_up, f"it never ended: {job}"
-        await asyncio.sleep(0.01)
+    """The job, after it was completed, failed or cancelled."""
+
+    async def final() -> Job | None:
+        job = await handle.ajob()
+        return job if job.status.is_final else None
+
+    job: Job = await eventually(final, f"job {handle.id} ended")
     return job
 
 
 async def failed_once(handle: TaskHandle[Any]) -> Job:
-    """The job, once its first attempt has failed and it waits for the next."""
-    await eventually(lambda: _errors(handle))
-    return await handle.ajob()
+    """The job, after its first attempt has failed."""
 
+    async def failed() -> Job | None:
+        job = await handle.ajob()
+        return None if job.last_error is None else job
 
-async def _errors(handle: TaskHandle[Any]) -> bool:
-    return (await handle.ajob()).last_error is not None
+    job: Job = await eventually(failed, f"job {handle.id} failed once")
+    return job
 
 
 def lines(path: Path | str) -> list[str]:
-    """What runs have written into a file, line by line."""
+    """The lines that handlers have written to a file."""
     try:
         with open(path) as file:
             return file.read().splitlines()

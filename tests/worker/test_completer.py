@@ -1,4 +1,4 @@
-"""What a worker is told about outcomes that it writes together."""
+"""Acknowledging in batches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 LEASE = timedelta(seconds=30)
 
 
-async def test_a_stale_run_is_refused_though_it_goes_with_the_run_that_took_its_job(
+async def test_a_stale_run_is_rejected_in_the_same_batch_as_the_newer_run_of_its_job(
     database: str, queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
-    """A worker may claim a job that it has in hand already: its first lease ran out, or its first claim
-    was lost when the server crashed."""
+    """A worker may claim a job that it already has in flight: the first lease expired, or the server crashed and
+    lost the first claim."""
     conn, statements = connect(), WorkerStatements("howdah")
-    store, beating = AsyncStore(database, "howdah"), Store(database, "howdah")
-    told: list[str] = []
-    hooks = Hooks([lambda change: told.append(change.state)])
-    heartbeat = Heartbeat(beating, statements, LEASE, lambda run: None)
+    store, heartbeat_store = AsyncStore(database, "howdah"), Store(database, "howdah")
+    states: list[str] = []
+    hooks = Hooks([lambda change: states.append(change.state)])
+    heartbeat = Heartbeat(heartbeat_store, statements, LEASE, lambda run: None)
     completer = Completer(store, statements, heartbeat, hooks, Throughput())
     queue.enqueue("work")
     for _ in range(2):
@@ -53,7 +53,7 @@ async def test_a_stale_run_is_refused_though_it_goes_with_the_run_that_took_its_
         await completer.drain()
     writing.cancel()
     await asyncio.to_thread(hooks.stop)
-    assert told == ["lost", "completed"]
+    assert states == ["lost", "completed"]
     assert queue.get(job.id).status == "completed"
     await store.close()
-    await asyncio.to_thread(beating.close)
+    await asyncio.to_thread(heartbeat_store.close)

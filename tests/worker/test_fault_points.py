@@ -1,5 +1,5 @@
-"""Workers that are killed, paused and poisoned: nothing is lost, nothing is accepted twice, and a job that
-kills its worker comes to an end without taking its neighbours with it."""
+"""Workers that are killed, paused, or killed by a job: no job is lost, none is accepted twice, and a job that kills its
+worker fails without costing other jobs an attempt."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from children import Children, all_ended, is_alive, offspring, until
+from children import Children, all_ended, is_alive, offspring
 from howdah import JobQueue, NewJob
 from howdah.execution.fault_points import POINTS
+from waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from howdah.embedded import EmbeddedServer
 
 JOBS = 40
-# Not the first time where the first time is before there is any work.
-WHEN = {
+# The pass at which the worker is killed. The first pass of these points comes before there are any jobs.
+KILL_AT_PASS = {
     "before-claim": 2,
     "after-claim": 2,
     "before-start": 5,
@@ -45,47 +46,49 @@ def children(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterato
 # ── kill -9 at every fault point ──────────────────────────────────────────────────────────────────
 
 
-class Massacre:
-    """One worker dies at each fault point, all at the same time; one survives them all."""
+class KilledWorkers:
+    """One worker for each fault point, all running at the same time and killed there, and one that survives."""
 
     def __init__(self, children: Children, conn: psycopg.Connection[Any]) -> None:
         self.children, self.conn = children, conn
         self.ids: dict[str, list[UUID]] = {point: [] for point in POINTS}
-        self._told = False
+        self._signalled = False
         survivor = children.start("--queues", ",".join(POINTS), FAULT_APP_LEASE="2").ready()
         self.victims = {
             point: children.start(
                 "--queues", point, "--concurrency", "4",
-                FAULT_APP_LEASE="2", HOWDAH_FAULT=f"{point}:kill:{WHEN.get(point, 1)}",
+                FAULT_APP_LEASE="2", HOWDAH_FAULT=f"{point}:kill:{KILL_AT_PASS.get(point, 1)}",
             )
             for point in POINTS
         }  # fmt: skip
         with contextlib.closing(JobQueue(children.database)) as queue:
             for point in POINTS:
-                self._enqueue(queue, point)  # some die before they could be fed
-            until(lambda: self._feed(queue), "every worker that should die did")
+                self._enqueue(queue, point)  # some workers are killed before the first feeding
+            until(lambda: self._feed(queue), "every victim was killed")
         self.codes = {point: victim.wait() for point, victim in self.victims.items()}
         until(lambda: all_ended(conn), "every job ended")
         survivor.send(signal.SIGTERM)
         self.survivor_code = survivor.wait()
 
     def _feed(self, queue: JobQueue) -> bool:
-        """Give every victim that lives some work, in case that the survivor is quicker."""
+        """Enqueue more jobs for the running victims: the survivor may have run the others."""
         living = [point for point, v in self.victims.items() if v.process.poll() is None]
         for point in living:
-            if not self.victims[point].said("worker started"):
+            if not self.victims[point].logged("worker started"):
                 continue
             waiting = self.conn.execute("SELECT howdah.pending_count(%s)", [point]).fetchone()
             if waiting == (0,):
                 self._enqueue(queue, point)
         victim = self.victims["during-shutdown"]
-        if not self._told and any(e["pid"] == victim.pid for e in self.children.ledger("start")):
-            self._told = True
+        if not self._signalled and any(
+            e["pid"] == victim.pid for e in self.children.ledger("start")
+        ):
+            self._signalled = True
             victim.send(signal.SIGTERM)
         return not living
 
     def _enqueue(self, queue: JobQueue, point: str) -> None:
-        """Half of the jobs look as if two workers had died with them before: these are announced."""
+        """Half of the jobs are suspects: as if two workers had been killed with them before."""
         job = NewJob(job_type="nap", data={"seconds": 0.05}, queue=point, max_attempts=5)
         with self.conn.transaction():
             ids = [handle.id for handle in queue.enqueue_many([job] * JOBS, conn=self.conn)]
@@ -96,51 +99,53 @@ class Massacre:
 
 
 @pytest.fixture(scope="module")
-def massacre(
+def killed(
     server: EmbeddedServer, template: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Massacre]:
+) -> Iterator[KilledWorkers]:
     with psycopg.connect(server.url, autocommit=True) as admin:
-        admin.execute(f"CREATE DATABASE massacre TEMPLATE {template}".encode())
-        url = server.url.replace("/howdah?", "/massacre?")
-        children = Children(tmp_path_factory.mktemp("massacre"), url)
+        admin.execute(f"CREATE DATABASE killed TEMPLATE {template}".encode())
+        url = server.url.replace("/howdah?", "/killed?")
+        children = Children(tmp_path_factory.mktemp("killed"), url)
         try:
             with psycopg.connect(url, autocommit=True) as conn:
                 conn.execute(
                     "UPDATE howdah.maintenance SET period = '0.5 s' WHERE duty = 'recover'"
                 )
-                yield Massacre(children, conn)
+                yield KilledWorkers(children, conn)
         finally:
             children.close()
-            admin.execute("DROP DATABASE massacre WITH (FORCE)")
+            admin.execute("DROP DATABASE killed WITH (FORCE)")
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_worker_that_is_killed_at_any_point_loses_no_job(massacre: Massacre, point: str) -> None:
-    assert massacre.codes[point] == -signal.SIGKILL  # it got there
-    jobs = massacre.conn.execute(
+def test_a_worker_that_is_killed_at_any_point_loses_no_job(
+    killed: KilledWorkers, point: str
+) -> None:
+    assert killed.codes[point] == -signal.SIGKILL  # it reached the point
+    jobs = killed.conn.execute(
         "SELECT id::text, status, attempts, max_attempts FROM howdah.jobs WHERE id = ANY (%s)",
-        [massacre.ids[point]],
+        [killed.ids[point]],
     ).fetchall()
-    assert Counter(job[0] for job in jobs) == {str(job_id): 1 for job_id in massacre.ids[point]}
+    assert Counter(job[0] for job in jobs) == {str(job_id): 1 for job_id in killed.ids[point]}
     assert {job[1] for job in jobs} == {"completed"}
     assert all(attempts <= most for _, _, attempts, most in jobs)
-    effects, accepted = massacre.children.counted("effect"), massacre.children.counted("accepted")
+    effects, accepted = killed.children.counted("effect"), killed.children.counted("accepted")
     assert all(effects[job[0]] >= 1 for job in jobs)
     assert all(accepted[job[0]] <= 1 for job in jobs)
 
 
-def test_the_worker_that_survives_the_others_stops_as_if_nothing_had_been(
-    massacre: Massacre,
+def test_the_surviving_worker_stops_normally(
+    killed: KilledWorkers,
 ) -> None:
-    assert massacre.survivor_code == 0
-    # Most of those that died had begun to work.
-    assert len({entry["pid"] for entry in massacre.children.ledger("start")}) > len(POINTS) / 2
+    assert killed.survivor_code == 0
+    # Most of the killed workers had started jobs.
+    assert len({entry["pid"] for entry in killed.children.ledger("start")}) > len(POINTS) / 2
 
 
-# ── one that kills ────────────────────────────────────────────────────────────────────────────────
+# ── a job that kills its worker ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_nothing(
+def test_a_job_that_kills_its_worker_fails_and_costs_other_jobs_no_attempt(
     children: Children, queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
     conn = connect()
@@ -159,16 +164,16 @@ def test_a_job_that_kills_its_worker_ends_as_failed_and_costs_its_neighbours_not
     assert (status, attempts) == ("failed", 2)
     assert "the lease expired" in error
     assert Counter(neighbour[1:3] for neighbour in neighbours) == {("completed", 1): 100}
-    assert {death["status"] for death in supervisor.said(died)} == {-signal.SIGKILL}
-    assert len(children.ledger("start")) >= 102  # it did run, more than once
+    assert {death["status"] for death in supervisor.logged(died)} == {-signal.SIGKILL}
+    assert len(children.ledger("start")) >= 102  # the killer ran twice
     supervisor.send(signal.SIGTERM)
     assert supervisor.wait() == 0
 
 
-# ── one that is paused ────────────────────────────────────────────────────────────────────────────
+# ── a worker that is paused ────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_worker_that_was_paused_past_its_lease_is_refused_and_says_so(
+def test_a_paused_worker_cannot_complete_a_job_it_lost_and_logs_the_rejection(
     children: Children,
     queue: JobQueue,
     connect: Callable[..., psycopg.Connection[Any]],
@@ -190,13 +195,15 @@ def test_a_worker_that_was_paused_past_its_lease_is_refused_and_says_so(
     assert queue.get(handle.id).worker_id.split(":")[1] == str(other.pid)
     paused.send(signal.SIGCONT)
     message = "acknowledgement rejected: lease lost"
-    (refusal,) = until(lambda: paused.said(message), "the refusal was logged")
-    assert refusal["level"] == "warning"
-    assert (refusal["job_id"], refusal["job_type"]) == (str(handle.id), "gated")
+    (rejection,) = until(lambda: paused.logged(message), "the rejection was logged")
+    assert rejection["level"] == "warning"
+    assert (rejection["job_id"], rejection["job_type"]) == (str(handle.id), "gated")
     assert children.counted("accepted") == {str(handle.id): 1}
     assert [entry["pid"] for entry in children.ledger("accepted")] == [other.pid]
-    assert queue.get(handle.id).attempts <= 2  # one, if it was paused before it said it had started
-    # It is none the worse for it.
+    assert (
+        queue.get(handle.id).attempts <= 2
+    )  # 1 if the worker was paused before its start was written
+    # The worker that was paused still works.
     other.send(signal.SIGTERM)
     other.wait()
     queue.enqueue("nap", {"seconds": 0})
@@ -204,26 +211,26 @@ def test_a_worker_that_was_paused_past_its_lease_is_refused_and_says_so(
     assert paused.process.poll() is None
 
 
-# ── processes of tasks that die ───────────────────────────────────────────────────────────────────
+# ── task processes that are killed ───────────────────────────────────────────────────────────────────
 
 
-def test_processes_of_tasks_may_die_at_work_or_idle_and_others_take_their_place(
+def test_task_processes_that_exit_or_are_killed_are_replaced(
     children: Children, queue: JobQueue
 ) -> None:
     worker = children.start("--concurrency", "2").ready()
     for status in (0, 3):
         handle = queue.enqueue("leave", {"status": status}, max_attempts=1)
-        until(lambda h=handle: queue.get(h.id).status == "failed", "it was noticed")
+        until(lambda h=handle: queue.get(h.id).status == "failed", "the exit was detected")
         error = f"the task's process ended with status {status} before the task did"
         assert error in str(queue.get(handle.id).last_error)
     handle = queue.enqueue("process_nap", {"seconds": 0})
-    until(lambda: queue.get(handle.id).status == "completed", "another process took the next")
-    # Idle ones that are killed break the pool; the next job finds a new one.
+    until(lambda: queue.get(handle.id).status == "completed", "another process ran the next job")
+    # Killing idle processes breaks the pool; the next job runs in a new pool.
     for pid in offspring(worker.pid):
         os.kill(pid, signal.SIGKILL)
     handle = queue.enqueue("process_nap", {"seconds": 0})
     until(lambda: queue.get(handle.id).status == "completed", "it ran in a new pool")
-    # A signal to the whole group is for the worker; the processes of its tasks carry on.
+    # A signal to the whole process group stops the worker; its task processes ignore it.
     handle = queue.enqueue("process_nap", {"seconds": 0.5})
     until(lambda: str(handle.id) in children.counted("start"), "it started")
     processes = offspring(worker.pid)

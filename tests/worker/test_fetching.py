@@ -1,5 +1,4 @@
-"""What makes a worker claim, how much it claims, and how it acknowledges: in time, in few statements, and
-no more than it can use."""
+"""What wakes a worker, how many jobs it claims, and how it acknowledges them."""
 
 from __future__ import annotations
 
@@ -13,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from children import Children, all_ended, until
+from children import Children, all_ended
 from howdah import Context, NewJob
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker import fetcher
-from waiting import eventually
+from howdah.worker.slots import Slots
+from waiting import eventually, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[
 
 @pytest.fixture
 def hourly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Polling that explains nothing."""
+    """Polls once an hour: something else must have woken the worker."""
     monkeypatch.setattr(fetcher, "POLL_SECONDS", 3600.0)
     monkeypatch.setattr(fetcher, "POLL_SECONDS_LISTENING", 3600.0)
 
@@ -46,7 +46,7 @@ def add_nap(app: App) -> None:
 
 
 def add_gated(app: App) -> asyncio.Event:
-    """A task that goes on for as long as the event is not set."""
+    """A task that ends when the event is set."""
     gate = asyncio.Event()
 
     @app.task
@@ -83,7 +83,7 @@ def by_worker(conn: psycopg.Connection[Any], job_type: str = "nap") -> Counter[s
 
 
 class Calls:
-    """Counts the statements of one kind that workers send."""
+    """Records the sizes of the statements of one kind that workers send."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.sizes: list[int] = []
@@ -96,11 +96,30 @@ class Calls:
         monkeypatch.setattr(WorkerStatements, name, count)
 
 
+class Waits:
+    """Counts how often a fetcher has begun to wait: for a notification, or for the demand of its slots."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.for_notification = self.for_demand = 0
+        poll_seconds, wait_for_demand = fetcher.Fetcher._poll_seconds, Slots.wait_for_demand
+
+        def count_notification(waiting: fetcher.Fetcher, until_due: float | None) -> float:
+            self.for_notification += 1
+            return poll_seconds(waiting, until_due)
+
+        async def count_demand(slots: Slots) -> None:
+            self.for_demand += 1
+            await wait_for_demand(slots)
+
+        monkeypatch.setattr(fetcher.Fetcher, "_poll_seconds", count_notification)
+        monkeypatch.setattr(Slots, "wait_for_demand", count_demand)
+
+
 # ── what wakes a worker ───────────────────────────────────────────────────────────────────────────
 
 
 class Disturbance:
-    """How late the machine itself is: a short sleep and a claim of nothing, over and over."""
+    """Measures how late the machine itself is, by short sleeps and claims that find nothing."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -115,9 +134,10 @@ class Disturbance:
 
 
 @pytest.mark.usefixtures("hourly")
-async def test_a_delayed_job_starts_within_50_ms_of_its_due_time(
+async def test_due_times_wake_an_idle_worker(
     app: App, running_worker: RunWorker, conn: psycopg.Connection[Any], database: str
 ) -> None:
+    """No job starts early, and a quarter of the jobs start within 50 ms plus the lateness of the machine."""
     add_nap(app)
     machine = Disturbance()
     async with running_worker(app), asyncio.TaskGroup() as group:
@@ -129,22 +149,24 @@ async def test_a_delayed_job_starts_within_50_ms_of_its_due_time(
     rows = conn.execute("SELECT extract(epoch FROM started_at - run_at) FROM howdah.jobs")
     late = sorted(float(seconds) for (seconds,) in rows)
     assert late[0] >= 0
-    # That all have started is the work of the due times, as nobody polls. Others may keep the processor from
-    # any of them; what is left to be late would make all of them so. From timer to handler a job waits for
-    # a processor several times, the measurement once or twice.
-    usual = statistics.median(machine.late)
-    assert late[len(late) // 4] < 0.05 + 3 * usual, (late, usual)
+    # A busy machine delays some jobs; a worker that wakes up late would delay all of them. Between timer and
+    # handler a job waits for a processor several times, the measurement once or twice.
+    machine_late = statistics.median(machine.late)
+    assert late[len(late) // 4] < 0.05 + 3 * machine_late, (late, machine_late)
 
 
 @pytest.mark.usefixtures("hourly")
 async def test_a_notification_wakes_an_idle_worker(
-    app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    waits = Waits(monkeypatch)
     add_nap(app)
     async with running_worker(app):
         for n in range(3):
-            await is_idle(conn)
-            await asyncio.sleep(0.2)  # asleep, not on its way
+            await eventually(lambda n=n: waits.for_notification > n)
             await app.aqueue.enqueue("nap")
             await completed(conn, n + 1)
 
@@ -157,16 +179,18 @@ async def test_without_notifications_polling_finds_the_jobs(
 ) -> None:
     monkeypatch.setattr("howdah.database.listener.Listener.start", lambda listener: None)
     monkeypatch.setattr(fetcher, "POLL_SECONDS", 0.2)
+    waits = Waits(monkeypatch)
     add_nap(app)
     async with running_worker(app):
         for n in range(3):
-            await asyncio.sleep(0.3)
+            before = waits.for_notification
+            await eventually(lambda before=before: waits.for_notification > before)
             await app.aqueue.enqueue("nap")
             await completed(conn, n + 1)
 
 
 @pytest.mark.usefixtures("hourly")
-async def test_a_job_whose_enqueue_took_long_to_commit_is_found_at_once(
+async def test_a_notification_makes_a_worker_find_a_job_below_its_lanes_head(
     app: App,
     running_worker: RunWorker,
     conn: psycopg.Connection[Any],
@@ -174,20 +198,21 @@ async def test_a_job_whose_enqueue_took_long_to_commit_is_found_at_once(
     queue: JobQueue,
 ) -> None:
     add_nap(app)
-    # The sweep, which would find it in the end, does not run in the meantime.
+    # The sweep would find the job too; it does not run during this test.
     conn.execute("UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty = 'sweep'")
     slow = connect(autocommit=False)
     async with running_worker(app):
         await is_idle(conn)
         queue.enqueue("nap", conn=slow)
-        await asyncio.sleep(1.3)
+        (due,) = slow.execute("SELECT run_at FROM howdah.live_jobs").fetchone()  # type: ignore[misc]
+        query = "SELECT clock_timestamp() > %s + interval '1.3 s'"  # the margin is 1 s
+        await eventually(lambda: conn.execute(query, [due]).fetchone() == (True,))
         conn.execute("UPDATE howdah.lanes SET head_at = clock_timestamp()")
-        await asyncio.sleep(0.2)
         slow.commit()
-        await completed(conn, 1)  # nothing else would have it found within the hour
+        await completed(conn, 1)  # nothing else would find it within the hour
 
 
-# ── how much it takes ─────────────────────────────────────────────────────────────────────────────
+# ── how much it claims ────────────────────────────────────────────────────────────────────────────
 
 
 async def test_two_workers_share_long_jobs(
@@ -215,7 +240,7 @@ async def test_thousands_of_short_jobs_take_few_claims(
     claims, completions = Calls(monkeypatch, "claim"), Calls(monkeypatch, "complete_jobs")
     add_nap(app)
 
-    @app.task  # never measured, like most tasks of an app at first
+    @app.task  # its duration is never measured, as for most tasks of an app at first
     async def another() -> None:
         pass
 
@@ -223,12 +248,12 @@ async def test_thousands_of_short_jobs_take_few_claims(
     async with running_worker(app, concurrency=16):
         await completed(conn, 5000)
         assert len(claims.sizes) < 150
-        # Natural batching: what piles up while a statement runs goes with the next.
+        # The outcomes that arrive while a statement runs form the next batch.
         assert sum(completions.sizes) == 5000
         assert len(completions.sizes) < 500
 
 
-async def test_long_jobs_that_come_after_short_ones_of_the_same_type_are_not_hoarded(
+async def test_prefetched_jobs_that_prove_to_be_long_are_released_to_another_worker(
     app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
 ) -> None:
     ended = asyncio.Event()
@@ -243,7 +268,7 @@ async def test_long_jobs_that_come_after_short_ones_of_the_same_type_are_not_hoa
     async with running_worker(app, concurrency=6) as first:
         await completed(conn, 2000)
         async with running_worker(app, concurrency=6) as second:
-            # Had the first kept what it claimed ahead, the second would have nothing to run.
+            # If the first worker kept its prefetched jobs, the second would have none to run.
             await eventually(lambda: second.health()["running"] == 6)
             assert first.health()["running"] == 6
             ended.set()
@@ -255,13 +280,14 @@ async def test_long_jobs_that_come_after_short_ones_of_the_same_type_are_not_hoa
     assert conn.execute("SELECT max(attempts) FROM howdah.jobs").fetchone() == (1,)
 
 
-async def test_jobs_of_a_long_type_are_not_claimed_again_and_again_by_a_worker_without_room(
+async def test_a_worker_whose_slots_have_long_jobs_claims_no_others_and_at_most_once_per_wait(
     app: App,
     running_worker: RunWorker,
     conn: psycopg.Connection[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     claims, releases = Calls(monkeypatch, "claim"), Calls(monkeypatch, "release_jobs")
+    waits = Waits(monkeypatch)
     gate = add_gated(app)
 
     @app.task
@@ -273,9 +299,9 @@ async def test_jobs_of_a_long_type_are_not_claimed_again_and_again_by_a_worker_w
     async with running_worker(app, concurrency=4) as worker:
         await eventually(lambda: by_worker(conn, "quick").total() == 1000)
         await eventually(lambda: worker.health()["running"] == 4)
-        before = len(claims.sizes)
-        await asyncio.sleep(1)
-        assert len(claims.sizes) - before < 20
+        claimed_before, waited_before = len(claims.sizes), waits.for_demand
+        await eventually(lambda: waits.for_demand >= waited_before + 3)
+        assert len(claims.sizes) - claimed_before <= waits.for_demand - waited_before
         held = conn.execute("SELECT count(*) FROM howdah.live_jobs WHERE status = 'claimed'")
         assert held.fetchone() == (4,)
         assert releases.sizes == []
@@ -297,7 +323,7 @@ CREATE TRIGGER refuse_one BEFORE INSERT ON howdah.finished_jobs
 """
 
 
-async def test_an_outcome_that_the_database_refuses_costs_its_neighbours_nothing(
+async def test_an_outcome_that_the_database_rejects_fails_its_job_and_no_other(
     app: App,
     running_worker: RunWorker,
     conn: psycopg.Connection[Any],
@@ -319,7 +345,7 @@ async def test_an_outcome_that_the_database_refuses_costs_its_neighbours_nothing
     assert "not this one" in failed[0][1]
     others = conn.execute("SELECT DISTINCT attempts FROM howdah.jobs WHERE status = 'completed'")
     assert others.fetchall() == [(1,)]
-    assert 1 in completions.sizes  # it was split until the bad one stood alone
+    assert 1 in completions.sizes  # the batch was split until the bad outcome was alone
 
 
 REFUSE_FOR_NOW = """
@@ -336,7 +362,7 @@ CREATE TRIGGER refuse_for_now BEFORE INSERT ON howdah.finished_jobs
 """
 
 
-async def test_outcomes_wait_for_a_database_in_trouble(
+async def test_outcomes_are_retried_until_the_database_accepts_them(
     app: App,
     running_worker: RunWorker,
     conn: psycopg.Connection[Any],
@@ -353,10 +379,10 @@ async def test_outcomes_wait_for_a_database_in_trouble(
     assert attempts == [(1, 1)]
 
 
-# ── what is waited for ────────────────────────────────────────────────────────────────────────────
+# ── durability ────────────────────────────────────────────────────────────────────────────
 
 
-async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do(
+async def test_claims_do_not_wait_for_a_durable_commit_and_acknowledgements_do(
     app: App, running_worker: RunWorker, conn: psycopg.Connection[Any]
 ) -> None:
     ran = asyncio.Event()
@@ -376,7 +402,7 @@ async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do
     async with running_worker(app):
         await is_idle(conn)
         await app.aqueue.enqueue("nap", delay=2)
-        # A standby that never comes: whoever commits durably waits for it.
+        # A standby that does not exist: every durable commit waits for it.
         conn.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
         try:
             conn.execute("SELECT pg_reload_conf()")
@@ -388,20 +414,20 @@ async def test_claims_do_not_wait_until_they_are_durable_and_acknowledgements_do
         await completed(conn, 1)
 
 
-# ── a part that breaks ────────────────────────────────────────────────────────────────────────────
+# ── a part that fails ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("point", ["after-claim", "before-acknowledge", "after-run"])
-async def test_a_worker_of_which_a_part_broke_ends_with_the_error(
+async def test_a_worker_stops_with_the_error_of_the_part_that_failed(
     app: App, conn: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     from howdah import Worker
     from howdah.execution import fault_points
 
-    def break_down() -> None:
+    def fail() -> None:
         raise fault_points.InjectedFault(point)
 
-    monkeypatch.setitem(fault_points.hooks, point, break_down)
+    monkeypatch.setitem(fault_points.hooks, point, fail)
     add_nap(app)
     await app.aqueue.enqueue("nap")
     worker = Worker(app, concurrency=2, grace=1)
@@ -411,7 +437,7 @@ async def test_a_worker_of_which_a_part_broke_ends_with_the_error(
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("howdah-slot")]
 
 
-async def test_a_worker_whose_caller_is_cancelled_gives_its_jobs_back(
+async def test_a_worker_whose_caller_is_cancelled_releases_its_jobs(
     app: App, conn: psycopg.Connection[Any]
 ) -> None:
     from howdah import Worker
@@ -436,7 +462,7 @@ async def test_a_worker_whose_caller_is_cancelled_gives_its_jobs_back(
 # ── ordering keys ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_jobs_of_a_key_run_one_at_a_time_and_in_order_on_two_workers_under_retries(
+def test_jobs_of_an_ordering_key_run_one_at_a_time_and_in_order_on_two_workers_with_retries(
     tmp_path: Path, database: str, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     keys, length = ["a", "b", "c", "d"], 12

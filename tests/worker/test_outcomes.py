@@ -14,7 +14,7 @@ import pytest
 from howdah import JobCancelled, JobFailed, Retry, Status
 from howdah.worker import processes
 from tasks_module import note
-from waiting import DEADLINE, ended, eventually, lines
+from waiting import DEADLINE_SECONDS, ended, eventually, lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ async def test_a_handler_that_returns_completes_its_job(
 
 
 @in_each_executor
-async def test_a_failed_attempt_is_followed_by_another(
+async def test_a_failed_attempt_is_retried(
     module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
 ) -> None:
     handle = await module_app.tasks[f"{executor}:flaky"].aenqueue(str(tmp_path / "ran"))
@@ -86,11 +86,11 @@ async def test_a_snoozed_job_runs_again_after_the_delay_and_no_attempt_is_used(
     assert (job.attempts, job.last_error, job.events_count) == (1, None, 0)
 
 
-# ── failed for good ───────────────────────────────────────────────────────────────────────────────
+# ── failed permanently ───────────────────────────────────────────────────────────────────────────────
 
 
 @in_each_executor
-async def test_a_job_without_an_attempt_left_has_failed(
+async def test_a_job_without_attempts_left_fails_permanently(
     module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
 ) -> None:
     handle = await module_app.tasks[f"{executor}:hopeless"].aenqueue(str(tmp_path / "ran"))
@@ -102,10 +102,10 @@ async def test_a_job_without_an_attempt_left_has_failed(
 
 
 @in_each_executor
-async def test_what_must_not_be_retried_is_not(
+async def test_fail_and_exceptions_excluded_from_retry_are_not_retried(
     module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
 ) -> None:
-    errors = {"gives_up": "Fail: of no use", "never_on": "KeyError: 'k'"}
+    errors = {"raises_fail": "Fail: of no use", "never_on": "KeyError: 'k'"}
     async with running_worker(module_app):
         for name, error in errors.items():
             task = module_app.tasks[f"{executor}:{name}"]
@@ -115,7 +115,7 @@ async def test_what_must_not_be_retried_is_not(
 
 
 @in_each_executor
-async def test_a_result_that_cannot_be_stored_fails_its_job_at_once(
+async def test_a_result_that_cannot_be_stored_fails_its_job_without_a_retry(
     module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
 ) -> None:
     task = module_app.tasks[f"{executor}:returns"]
@@ -131,7 +131,7 @@ async def test_a_result_that_cannot_be_stored_fails_its_job_at_once(
 
 
 @in_each_executor
-async def test_whatever_a_handler_raises_fails_its_own_job_and_the_worker_lives(
+async def test_any_exception_of_a_handler_fails_its_own_job_and_not_the_worker(
     module_app: App, running_worker: RunWorker, executor: str
 ) -> None:
     names = ["SystemExit", "KeyboardInterrupt", "Rude", "Silent", "GeneratorExit", "CancelledError"]
@@ -144,12 +144,12 @@ async def test_whatever_a_handler_raises_fails_its_own_job_and_the_worker_lives(
         for name, job in zip(names, jobs, strict=True):
             assert job.status is Status.FAILED, name
             assert (job.last_error or "").startswith(name), name
-        # All of its slots still serve.
-        well = [await module_app.tasks[f"{executor}:ok"].aenqueue(n) for n in range(4)]
-        assert [(await handle.aresult(120))["x"] for handle in well] == [0, 1, 2, 3]
+        # All slots still run jobs.
+        completed = [await module_app.tasks[f"{executor}:ok"].aenqueue(n) for n in range(4)]
+        assert [(await handle.aresult(120))["x"] for handle in completed] == [0, 1, 2, 3]
 
 
-async def test_a_handler_may_cancel_its_own_job(
+async def test_a_handler_can_cancel_its_own_job(
     module_app: App, running_worker: RunWorker, tmp_path: Path
 ) -> None:
     handles = [
@@ -178,13 +178,13 @@ async def test_context_variables_of_one_job_are_not_seen_by_the_next(
 
 
 @in_each_executor
-async def test_a_run_that_takes_too_long_is_stopped_and_fails(
+async def test_a_run_that_exceeds_its_timeout_is_stopped_and_fails(
     module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
 ) -> None:
     ran = tmp_path / "ran"
     async with running_worker(module_app):
-        # A new process imports its modules first, and has no time for that.
-        await (await module_app.tasks[f"{executor}:ok"].aenqueue(1)).aresult(DEADLINE)
+        # Importing the modules in a new process would exceed the timeout.
+        await (await module_app.tasks[f"{executor}:ok"].aenqueue(1)).aresult(DEADLINE_SECONDS)
         job = await ended(await module_app.tasks[f"{executor}:limited"].aenqueue(str(ran)))
     assert job.status is Status.FAILED
     assert job.last_error == "TimeoutError: timed out after 0.3 s"
@@ -206,7 +206,7 @@ async def test_a_running_job_can_be_cancelled(
     assert lines(ran) == ["ran", "stopped"]
 
 
-async def test_a_process_whose_handler_stops_when_told_serves_the_next_job(
+async def test_a_process_whose_handler_stops_on_sigterm_runs_the_next_job(
     module_app: App, running_worker: RunWorker, tmp_path: Path
 ) -> None:
     async with running_worker(module_app, processes=1):
@@ -225,31 +225,31 @@ async def test_a_process_whose_handler_stops_when_told_serves_the_next_job(
 @pytest.mark.parametrize(
     ("name", "status"), [("stubborn", Status.CANCELLED), ("stubborn_limited", Status.FAILED)]
 )
-async def test_a_process_that_ignores_its_end_is_killed(
+async def test_a_process_whose_handler_ignores_sigterm_is_killed(
     module_app: App, running_worker: RunWorker, tmp_path: Path, name: str, status: Status
 ) -> None:
     ran = tmp_path / "ran"
     async with running_worker(module_app):
-        await (await module_app.tasks["process:ok"].aenqueue(1)).aresult(DEADLINE)
+        await (await module_app.tasks["process:ok"].aenqueue(1)).aresult(DEADLINE_SECONDS)
         handle = await module_app.tasks[name].aenqueue(str(ran))
         await eventually(lambda: lines(ran))
         if name == "stubborn":
             await handle.acancel()
         assert (await ended(handle)).status is status
-        pid, *told = lines(ran)
-        assert "ignored" in told  # it was asked first
+        pid, *signals = lines(ran)
+        assert "ignored" in signals  # SIGTERM was sent first
         await eventually(lambda: not is_alive(pid))
 
 
 @in_each_executor
-async def test_a_job_that_is_taken_over_is_finished_by_another_worker(
+async def test_a_job_that_is_taken_over_is_completed_by_another_worker(
     module_app: App, running_worker: RunWorker, tmp_path: Path, executor: str
 ) -> None:
     ran = tmp_path / "ran"
     handle = await module_app.tasks[f"{executor}:long"].aenqueue(str(ran))
     async with running_worker(module_app) as first:
         await eventually(lambda: lines(ran))
-        first.stop()  # it claims no more, and keeps the lease of what still runs
+        first.stop()  # it claims no more jobs and extends the leases of the running ones
         async with running_worker(module_app) as second:
             assert await module_app.atakeover(handle)
             assert await handle.aresult(120) == "second"
@@ -287,7 +287,7 @@ async def test_a_run_that_lost_its_lease_is_stopped_and_writes_nothing(
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-async def test_a_late_result_is_refused_and_logged(
+async def test_a_result_after_the_lease_was_lost_is_rejected_and_logged(
     module_app: App,
     running_worker: RunWorker,
     connect: Callable[..., psycopg.Connection[Any]],
@@ -296,7 +296,7 @@ async def test_a_late_result_is_refused_and_logged(
     executor: str,
 ) -> None:
     release = tmp_path / "release"
-    task = module_app.tasks[f"{executor}:deaf"]
+    task = module_app.tasks[f"{executor}:ignores_context"]
     handle = await task.aenqueue(str(tmp_path / "ran"), str(release))
     async with running_worker(module_app):
         await eventually(lambda: lines(tmp_path / "ran"))
@@ -313,7 +313,7 @@ async def test_a_late_result_is_refused_and_logged(
 # ── crashes ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_process_that_dies_fails_its_own_job_and_no_other(
+async def test_a_process_that_crashes_fails_its_own_job_and_no_other(
     module_app: App, running_worker: RunWorker, tmp_path: Path
 ) -> None:
     release = tmp_path / "release"
@@ -333,7 +333,7 @@ async def test_a_process_that_dies_fails_its_own_job_and_no_other(
         assert (await beside.ajob()).attempts == 1
 
 
-# ── an event loop that stands still ───────────────────────────────────────────────────────────────
+# ── an event loop that is blocked ───────────────────────────────────────────────────────────────
 
 
 RIVAL = """
@@ -363,15 +363,15 @@ asyncio.run(live())
 async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(
     app: App, running_worker: RunWorker, database: str, tmp_path: Path
 ) -> None:
-    """For longer than its lease, beside another worker that has nothing else to do."""
+    """It blocks for longer than its lease, while an idle worker could claim the job."""
 
     @app.task(max_attempts=3)
     async def blocks(ran: str, ready: str) -> bool:
         note(ran)
-        give_up = time.monotonic() + DEADLINE
-        while not lines(ready) and time.monotonic() < give_up:
-            time.sleep(0.01)  # noqa: ASYNC251 - that is the point
-        time.sleep(4)  # noqa: ASYNC251
+        end = time.monotonic() + DEADLINE_SECONDS
+        while not lines(ready) and time.monotonic() < end:
+            time.sleep(0.01)  # noqa: ASYNC251 - blocks the loop on purpose
+        time.sleep(4)  # noqa: ASYNC251 - longer than the lease
         return bool(lines(ready))
 
     paths = str(tmp_path / "ran"), str(tmp_path / "ready")
@@ -386,10 +386,10 @@ async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(
     assert lines(paths[0]) == ["ran"]
 
 
-# ── odd ends ──────────────────────────────────────────────────────────────────────────────────────
+# ── unusual ends ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_handler_that_awaits_a_cancelled_task_fails_like_any_other(
+async def test_a_cancelled_error_of_the_handlers_own_is_a_failure(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task(max_attempts=1)
@@ -408,7 +408,7 @@ async def test_a_handler_that_awaits_a_cancelled_task_fails_like_any_other(
         assert await (await fine.aenqueue()).aresult(120) == "fine"
 
 
-async def test_a_retry_policy_that_raises_leaves_the_job_to_be_tried_again(
+async def test_a_job_whose_retry_policy_raises_is_retried_after_ten_seconds(
     app: App, running_worker: RunWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     def policy(attempt: int, error: BaseException) -> float:
@@ -431,7 +431,7 @@ async def _is_pending(app: App, handle: Any) -> bool:
     return (await app.aqueue.get(handle)).last_error is not None
 
 
-async def test_a_time_limit_of_the_handlers_own_is_an_error_like_any_other(
+async def test_a_timeout_of_the_handlers_own_is_a_failure(
     app: App, running_worker: RunWorker
 ) -> None:
     @app.task(timeout=50, max_attempts=1)
@@ -451,7 +451,7 @@ async def test_a_time_limit_of_the_handlers_own_is_an_error_like_any_other(
         assert (job.status, job.last_error) == (Status.FAILED, "TimeoutError: timed out after 0 s")
 
 
-async def test_a_handler_that_turns_its_interruption_into_an_error_is_given_back(
+async def test_a_handler_that_raises_when_interrupted_by_a_shutdown_is_released(
     app: App, running_worker: RunWorker, tmp_path: Path
 ) -> None:
     @app.task
@@ -469,7 +469,7 @@ async def test_a_handler_that_turns_its_interruption_into_an_error_is_given_back
     assert (job.status, job.attempts, job.last_error) == (Status.PENDING, 0, None)
 
 
-async def test_a_process_pool_that_stands_still_is_replaced(
+async def test_a_process_pool_that_starts_no_jobs_is_replaced(
     module_app: App,
     running_worker: RunWorker,
     monkeypatch: pytest.MonkeyPatch,
@@ -477,20 +477,19 @@ async def test_a_process_pool_that_stands_still_is_replaced(
 ) -> None:
     pools: list[Any] = []
 
-    patience = processes.BEGIN_TIMEOUT_SECONDS
+    begin_timeout = processes.BEGIN_TIMEOUT_SECONDS
 
     def start(executor: processes.ProcessExecutor) -> Any:
         pools.append(begin(executor))
-        monkeypatch.setattr(
-            processes, "BEGIN_TIMEOUT_SECONDS", patience
-        )  # new processes take their time
+        # New processes are slow to start.
+        monkeypatch.setattr(processes, "BEGIN_TIMEOUT_SECONDS", begin_timeout)
         return pools[-1]
 
     begin = processes.ProcessExecutor._start
     monkeypatch.setattr(processes.ProcessExecutor, "_start", start)
     async with running_worker(module_app):
         assert await (await module_app.tasks["process:ok"].aenqueue(1)).aresult(120)
-        # What a process leaves behind that is killed while it takes a job: the pool's lock, locked.
+        # A process that is killed while it takes a job leaves the pool's lock locked.
         channel = pools[0]._pool_manager.worker_manager.workers_channel
         assert channel.mutex.reader_mutex.acquire(timeout=5)
         monkeypatch.setattr(processes, "BEGIN_TIMEOUT_SECONDS", 1.0)

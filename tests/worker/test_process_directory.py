@@ -1,4 +1,4 @@
-"""What a worker leaves behind that was killed goes with the next one's start."""
+"""Directories of killed workers are removed when another worker starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ time.sleep(3600)
 """
 
 
-def test_the_directory_of_a_killed_worker_goes_and_those_of_living_ones_stay(
+def test_the_directory_of_a_killed_worker_is_removed_and_those_of_running_workers_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

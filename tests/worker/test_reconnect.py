@@ -1,5 +1,5 @@
-"""Workers whose database goes away, in every way it can: they come back by themselves, and LISTEN with
-them. These workers poll once an hour, so whatever wakes them in the end is a notification."""
+"""Workers that lose their database, in several ways: they reconnect, and so does their listener. These workers poll
+once an hour, so only a notification can wake them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from children import Child, Children, all_ended, until
+from children import Child, Children, all_ended
 from howdah import JobQueue
 from howdah.embedded import EmbeddedServer
+from waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,8 +47,8 @@ def listens(conn: psycopg.Connection[Any], besides: int | None = None) -> int | 
     return None if row is None else int(row[0])
 
 
-def assert_hears(children: Children, worker: Child, queue: JobQueue) -> None:
-    """A job for the idle worker starts, though it polls once an hour."""
+def assert_notifications_wake(children: Children, worker: Child, queue: JobQueue) -> None:
+    """A job starts on the idle worker, which polls once an hour."""
     until(lambda: _is_idle(children.database), "the worker is idle")
     handle = queue.enqueue("nap", {"seconds": 0})
     until(lambda: str(handle.id) in children.counted("accepted"), "a notification woke it")
@@ -60,7 +61,7 @@ def _is_idle(database: str) -> bool:
 
 
 def assert_all_ran(children: Children, conn: psycopg.Connection[Any]) -> None:
-    until(lambda: all_ended(conn), "everything ran in the end")
+    until(lambda: all_ended(conn), "every job ended")
     ended = conn.execute("SELECT DISTINCT status FROM howdah.jobs").fetchall()
     assert ended == [("completed",)]
     assert set(children.counted("accepted").values()) == {1}
@@ -75,36 +76,36 @@ def test_a_worker_survives_a_server_that_is_restarted_under_load(tmp_path: Path)
         try:
             worker = children.start("--concurrency", "8", **HOURLY)
             queue.enqueue_many(BURST)
-            until(lambda: len(children.ledger("effect")) > 20, "it is under way")
+            until(lambda: len(children.ledger("effect")) > 20, "some jobs ran")
             server.stop("immediate")
             server.start()
             with psycopg.connect(server.url, autocommit=True) as conn:
                 assert_all_ran(children, conn)
                 until(lambda: listens(conn), "it listens again")
-                assert_hears(children, worker, queue)
+                assert_notifications_wake(children, worker, queue)
         finally:
             children.close()
             queue.close()
             server.remove()
 
 
-def test_a_worker_survives_the_end_of_its_connections_again_and_again(
+def test_a_worker_survives_the_repeated_termination_of_its_connections(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     worker = children.start("--concurrency", "8", **HOURLY).ready()
     queue.enqueue_many(BURST)
     for already in (10, 60, 110):
-        until(lambda n=already: len(children.ledger("effect")) > n, "it is under way")
+        until(lambda n=already: len(children.ledger("effect")) > n, "some jobs ran")
         conn.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
     assert_all_ran(children, conn)
     until(lambda: listens(conn), "it listens again")
-    assert_hears(children, worker, queue)
+    assert_notifications_wake(children, worker, queue)
 
 
-def test_a_worker_gives_up_connections_that_have_become_read_only(
+def test_a_worker_closes_connections_that_are_read_only(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     worker = children.start("--concurrency", "8", **HOURLY).ready()
@@ -121,20 +122,20 @@ def test_a_worker_gives_up_connections_that_have_become_read_only(
         seen.update(pid for (pid,) in pids)
         return len(seen)
 
-    until(lambda: count_connections() > 12, "it gives up one connection after the other")
-    # Sessions that began read-only stay so: only new ones can write.
+    until(lambda: count_connections() > 12, "it opens new connections")
+    # Sessions that began read-only stay read-only; only new sessions can write.
     conn.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only".encode())
     queue.enqueue_many(BURST[:50])
     assert_all_ran(children, conn)
-    assert_hears(children, worker, queue)
+    assert_notifications_wake(children, worker, queue)
 
 
 # ── a black hole ──────────────────────────────────────────────────────────────────────────────────
 
 
 class BlackHole:
-    """A proxy that can stop forwarding without a word: every connection stays open and silent. Those
-    made after that are served."""
+    """A proxy that can stop forwarding: the existing connections stay open and silent. New connections are
+    forwarded."""
 
     def __init__(self, server_socket: Path) -> None:
         self._server_socket = str(server_socket)
@@ -147,7 +148,7 @@ class BlackHole:
         return f"postgresql://howdah@127.0.0.1:{self._listening.getsockname()[1]}/{database}"
 
     def swallow(self) -> None:
-        """From now on nothing comes through on the connections that there are."""
+        """Stop forwarding on the existing connections."""
         self._swallowing.set()
         self._swallowing = threading.Event()
 
@@ -177,7 +178,7 @@ def _forward(source: socket.socket, sink: socket.socket, swallowing: threading.E
             sink.shutdown(socket.SHUT_WR)
 
 
-def test_a_worker_frees_itself_from_connections_that_have_gone_silent(
+def test_a_worker_replaces_connections_that_have_gone_silent(
     children: Children,
     queue: JobQueue,
     conn: psycopg.Connection[Any],
@@ -188,13 +189,13 @@ def test_a_worker_frees_itself_from_connections_that_have_gone_silent(
     try:
         worker = children.start("--concurrency", "8", **HOURLY | {"FAULT_APP_LEASE": "9"})
         queue.enqueue_many(BURST)
-        until(lambda: len(children.ledger("effect")) > 20, "it is under way")
-        deaf = listens(conn)
+        until(lambda: len(children.ledger("effect")) > 20, "some jobs ran")
+        silent = listens(conn)
         hole.swallow()
         assert_all_ran(children, conn)
-        until(lambda: listens(conn, besides=deaf), "it listens anew")
-        assert_hears(children, worker, queue)
-        # Its leases were kept: the heartbeat freed itself as well.
+        until(lambda: listens(conn, besides=silent), "it listens on a new connection")
+        assert_notifications_wake(children, worker, queue)
+        # The leases were extended: the heartbeat has replaced its connection too.
         assert conn.execute("SELECT max(attempts) FROM howdah.jobs").fetchone() == (1,)
     finally:
         children.close()

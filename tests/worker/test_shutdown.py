@@ -1,4 +1,4 @@
-"""Stopping a worker: what runs may finish, what does not goes back, and nobody pays for it with an attempt."""
+"""Stopping a worker: running jobs may finish, the others are released, and no job loses an attempt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from children import Child, Children, all_ended, is_alive, offspring, until
+from children import Child, Children, all_ended, is_alive, offspring
 from howdah.database.listener import Listener
+from waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[
 
 
 def stop(worker: Child) -> None:
-    """Stop a worker with SIGTERM; it ends well. The jobs and grace periods here outlast this wait."""
+    """Stop a worker with SIGTERM; it exits with status 0. The jobs and grace periods here are longer than this wait."""
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0, worker.log.read_text()
 
@@ -46,7 +47,7 @@ def started(children: Children, count: int) -> None:
 
 
 def unfinished(conn: psycopg.Connection[Any]) -> Counter[tuple[Any, ...]]:
-    """(job type, status, attempts, claims, started_at) of what has not ended."""
+    """(job type, status, attempts, claims, started_at) of the jobs that have not ended."""
     return Counter(
         conn.execute(
             "SELECT job_type, status, attempts, claims, started_at FROM howdah.live_jobs"
@@ -54,30 +55,30 @@ def unfinished(conn: psycopg.Connection[Any]) -> Counter[tuple[Any, ...]]:
     )
 
 
-def test_a_stop_under_load_loses_nothing_runs_nothing_twice_and_burns_no_attempt(
+def test_a_stop_under_load_loses_no_job_runs_none_twice_and_uses_no_attempt(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
     queue.enqueue_many([{"job_type": "nap", "data": {"seconds": 0.05}}] * 300)
     first = children.start("--concurrency", "10", "--grace", "3600")
-    until(lambda: len(children.ledger("effect")) > 30, "it is well under way")
+    until(lambda: len(children.ledger("effect")) > 30, "more than 30 jobs ran")
     stop(first)
-    # What ran has finished; what was only prefetched went back at once.
+    # Running jobs have finished; prefetched jobs were released.
     assert len(children.ledger("start")) == len(children.ledger("effect")) < 300
     left = 300 - len(children.ledger("effect"))
     assert unfinished(conn) == {("nap", "pending", 0, 0, None): left}
     assert conn.execute("SELECT count(*) FROM howdah.workers").fetchone() == (0,)
     second = children.start("--concurrency", "50").ready()
-    until(lambda: all_ended(conn), "the next worker did the rest")
+    until(lambda: all_ended(conn), "the next worker ran the rest")
     stop(second)
     attempts = conn.execute("SELECT status, attempts, count(*) FROM howdah.jobs GROUP BY 1, 2")
     assert attempts.fetchall() == [("completed", 1, 300)]
     assert set(children.counted("start").values()) == {1}
 
 
-def test_what_outlasts_the_grace_period_is_interrupted_and_given_back(
+def test_jobs_that_outlast_the_grace_period_are_interrupted_and_released(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
-    kinds = ("nap", "thread_nap", "process_nap", "deaf_nap", "stubborn_nap")
+    kinds = ("nap", "thread_nap", "process_nap", "unabortable_nap", "uncancellable_nap")
     worker = children.start("--grace", "0.5").ready()
     for kind in kinds:
         queue.enqueue(kind, {"seconds": 3600})
@@ -88,28 +89,26 @@ def test_what_outlasts_the_grace_period_is_interrupted_and_given_back(
     assert time.monotonic() - began >= 0.5
     assert unfinished(conn) == {(kind, "pending", 0, 0, None): 1 for kind in kinds}
     assert children.ledger("effect") == []
-    (warning,) = worker.said("handlers did not stop")
+    (warning,) = worker.logged("handlers did not stop")
     assert warning["handlers"] == 2
     until(lambda: not any(map(is_alive, processes)), "no process is left")
 
 
-def test_a_second_signal_stops_at_once(
+def test_a_second_signal_ends_the_grace_period(
     children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
-    kinds = ("nap", "thread_nap", "deaf_nap", "stubborn_nap")
+    kinds = ("nap", "thread_nap", "unabortable_nap", "uncancellable_nap")
     worker = children.start("--grace", "3600").ready()
     for kind in kinds:
         queue.enqueue(kind, {"seconds": 3600})
     started(children, len(kinds))
     worker.send(signal.SIGTERM)
-    until(lambda: worker.said("worker stopping"), "it has heard the first")
-    time.sleep(0.3)
-    assert worker.process.poll() is None  # the grace period is honoured
-    stop(worker)
+    until(lambda: worker.logged("worker stopping"), "it received the first signal")
+    stop(worker)  # well before the end of the grace period
     assert unfinished(conn) == {(kind, "pending", 0, 0, None): 1 for kind in kinds}
 
 
-def test_leases_and_cancellations_stay_alive_during_the_grace_period(
+def test_leases_are_extended_and_jobs_can_be_cancelled_during_the_grace_period(
     children: Children, queue: JobQueue, tmp_path: Path
 ) -> None:
     worker = children.start("--grace", "3600", FAULT_APP_LEASE="2").ready()
@@ -118,15 +117,19 @@ def test_leases_and_cancellations_stay_alive_during_the_grace_period(
     endless = queue.enqueue("nap", {"seconds": 3600})
     started(children, 2)
     worker.send(signal.SIGTERM)
-    until(lambda: worker.said("worker stopping"), "it has heard")
+    until(lambda: worker.logged("worker stopping"), "it received the signal")
     end = queue.get(slow).lease_expires_at
     assert end is not None
-    other = children.start(FAULT_APP_LEASE="2").ready()  # who would take what is left lying about
+    other = children.start(
+        FAULT_APP_LEASE="2"
+    ).ready()  # it would claim the job after the lease expired
     queue.cancel(endless)
     until(lambda: queue.get(endless).status == "cancelled", "it was cancelled")
-    until(lambda: datetime.now(UTC) > end + timedelta(seconds=2), "its lease would have ended")
+    until(
+        lambda: datetime.now(UTC) > end + timedelta(seconds=2), "its first lease would have expired"
+    )
     gate.touch()
-    until(lambda: queue.get(slow).status.is_final, "the slow one ended")
+    until(lambda: queue.get(slow).status.is_final, "the slow job ended")
     assert worker.wait() == 0
     job = queue.get(slow)
     assert (job.status, job.attempts, job.claims) == ("completed", 1, 1)
@@ -134,33 +137,33 @@ def test_leases_and_cancellations_stay_alive_during_the_grace_period(
     stop(other)
 
 
-def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_database_stops(
+def test_a_worker_can_be_stopped_while_it_waits_for_its_database(
     children: Children,
 ) -> None:
     children.database = "postgresql://nobody@127.0.0.1:9/nowhere"
     worker = children.start()
     message = "database unreachable; retrying"
-    until(lambda: worker.said(message), "it says what it waits for")
-    assert 'cannot reach database "nowhere" at 127.0.0.1' in worker.said(message)[0]["error"]
+    until(lambda: worker.logged(message), "it logged that the database is unreachable")
+    assert 'cannot reach database "nowhere" at 127.0.0.1' in worker.logged(message)[0]["error"]
     stop(worker)
 
 
 def test_a_second_signal_also_stops_a_worker_whose_event_loop_is_blocked(
     children: Children, queue: JobQueue
 ) -> None:
-    worker = children.start("--grace", "3600", FAULT_APP_LAST_PATIENCE="1").ready()
+    worker = children.start("--grace", "3600", FAULT_APP_STOP_TIMEOUT="1").ready()
     queue.enqueue("block", {"seconds": 3600})
     started(children, 1)
     worker.send(signal.SIGTERM)
+    # While the first signal is pending for the main thread, the kernel gives the second to another thread, which
+    # does not interrupt the handler's sleep. And it would merge a second SIGTERM with the first.
     time.sleep(0.3)
-    assert worker.process.poll() is None
-    # Two that are equal would be one to a process that has not found the time for the first.
     worker.send(signal.SIGINT)
     assert worker.wait() == 1
 
 
-async def test_listening_ends_whatever_it_was_about_to_do(database: str) -> None:
-    """asyncpg swallows a cancellation that meets the end of what it waits for: one in sixty, here."""
+async def test_a_listener_stops_at_any_point_of_its_work(database: str) -> None:
+    """asyncpg swallows a cancellation that arrives together with the end of its wait: one in sixty, here."""
     for n in range(200):
         listener = Listener(database, "howdah")
         listener.start()
