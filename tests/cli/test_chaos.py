@@ -60,6 +60,11 @@ class Chaos:
 
 
 @pytest.fixture
+def database(fresh_database: str) -> str:
+    return fresh_database
+
+
+@pytest.fixture
 def chaos(tmp_path: Path, database: str) -> Iterator[Chaos]:
     chaos = Chaos(tmp_path, database)
     yield chaos
