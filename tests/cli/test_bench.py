@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 SCHEMA = re.compile(r"howdah_bench_[0-9a-f]{8}_[0-9a-f]{6}")
 
 
+@pytest.fixture
+def database(fresh_database: str) -> str:
+    """A new copy: the tests wait until nothing else is connected."""
+    return fresh_database
+
+
 def schemas(url: str) -> list[str]:
     with psycopg.connect(url) as conn:
         rows = conn.execute("SELECT nspname FROM pg_namespace WHERE nspname LIKE 'howdah_bench%'")
