@@ -23,6 +23,7 @@ SCHEMA = re.compile(r"howdah_bench_[0-9a-f]{8}_[0-9a-f]{6}")
 
 @pytest.fixture
 def database(fresh_database: str) -> str:
+    """A new copy: the tests wait until nothing else is connected."""
     return fresh_database
 
 

@@ -27,6 +27,12 @@ OTHERS = (
 )
 
 
+@pytest.fixture
+def database(fresh_database: str) -> str:
+    """A new copy: the tests wait until nothing else is connected."""
+    return fresh_database
+
+
 class Chaos:
     """The command as a process."""
 
@@ -57,11 +63,6 @@ class Chaos:
             except OSError:
                 continue
         return found
-
-
-@pytest.fixture
-def database(fresh_database: str) -> str:
-    return fresh_database
 
 
 @pytest.fixture

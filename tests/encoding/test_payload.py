@@ -337,8 +337,20 @@ def test_numbers_and_depths_that_python_does_not_support_do_not_fail_a_claim(
         "SELECT howdah.complete_jobs(ARRAY[%s], ARRAY[%s], ARRAY[%s::jsonb])",
         (jobs[0].id, jobs[0].lease_id, deep_result),
     )
-    assert queue.get(jobs[0]).result == deep_result
+    result = queue.get(jobs[0]).result
+    if isinstance(result, list):  # newer Pythons allow the parser that depth
+        assert nesting(result) == 5_000
+    else:
+        assert result == deep_result
     assert len(queue.find()) == 4
+
+
+def nesting(value: list[Any]) -> int:
+    depth = 1
+    while value:
+        (value,) = value
+        depth += 1
+    return depth
 
 
 # ── acknowledging ─────────────────────────────────────────────────────────────────────────────────

@@ -13,18 +13,30 @@ import json
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
 
 from howdah import App, Context, Retry, StateChange
 from howdah.cli.commands import worker as cli
 from howdah.worker import fetcher
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
 app = App(lease=float(os.environ.get("FAULT_APP_LEASE", "30")))
 
+
+def replace_seconds(module: ModuleType, name: str, variable: str) -> None:
+    """Set a constant of a module, which must have it: a constant that was renamed would change nothing."""
+    assert isinstance(getattr(module, name), float)
+    setattr(module, name, float(os.environ[variable]))
+
+
 if "FAULT_APP_POLL" in os.environ:
-    fetcher.POLL_SECONDS = fetcher.POLL_SECONDS_LISTENING = float(os.environ["FAULT_APP_POLL"])
+    replace_seconds(fetcher, "POLL_SECONDS", "FAULT_APP_POLL")
+    replace_seconds(fetcher, "POLL_SECONDS_LISTENING", "FAULT_APP_POLL")
 
 if "FAULT_APP_STOP_TIMEOUT" in os.environ:
-    cli.LAST_PATIENCE = float(os.environ["FAULT_APP_STOP_TIMEOUT"])
+    replace_seconds(cli, "FORCED_EXIT_SECONDS", "FAULT_APP_STOP_TIMEOUT")
 
 
 def write(kind: str, job_id: object, attempt: int, **more: object) -> None:

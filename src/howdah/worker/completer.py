@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from howdah.database.driver_errors import is_transient
@@ -97,14 +97,14 @@ class Completer:
         if any(run.dirty for run, _ in batch):
             await self._flush_reports()
         groups: dict[object, list[Written]] = defaultdict(list)
-        times: Counter[UUID] = Counter()
+        counts: dict[UUID, int] = {}
         for run, outcome in batch:
             if isinstance(outcome, Lost):
                 self._finish([(run, outcome)], set())
                 continue
             # The answer contains job ids. So two runs of one job, one of which is stale, go into two statements.
-            times[run.id] += 1
-            groups[kind_of(outcome), times[run.id]].append((run, outcome))
+            counts[run.id] = number = counts.get(run.id, 0) + 1
+            groups[kind_of(outcome), number].append((run, outcome))
         for group in groups.values():
             await self._send(group)
 
