@@ -127,7 +127,7 @@ def empty_database(make_database: Callable[[str | None], str]) -> str:
 @pytest.fixture
 def fresh_database(make_database: Callable[[str | None], str], template: str) -> str:
     """The URL of a new copy of the template, for tests that depend on planner statistics or dead rows, count
-    what the server does, or kill processes that may reconnect later."""
+    connections or what the server does, or kill processes that may reconnect later."""
     return make_database(template)
 
 
@@ -140,7 +140,8 @@ def shared_database(databases: Databases, template: str) -> Iterator[SharedDatab
 
 @pytest.fixture
 def database(shared_database: SharedDatabase) -> str:
-    """The URL of a database with the newest schema `howdah`, without jobs and without connections."""
+    """The URL of a database with the newest schema `howdah` and no jobs. No connection of another test is open,
+    only the one that empties it."""
     return shared_database.empty()
 
 

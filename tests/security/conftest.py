@@ -7,6 +7,8 @@ import psycopg.sql
 import pytest
 from secured import GRANTS, ROLES, Secured, create_role, require_passwords, succeed
 
+from databases import Databases, SharedDatabase
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -26,10 +28,17 @@ def secured_template(server: EmbeddedServer, template: str) -> str:
     return "template_secured"
 
 
+@pytest.fixture(scope="session")
+def secured_database(databases: Databases, secured_template: str) -> Iterator[SharedDatabase]:
+    shared = SharedDatabase(databases, secured_template)
+    yield shared
+    shared.drop()
+
+
 @pytest.fixture
-def secured(make_database: Callable[[str | None], str], secured_template: str) -> Secured:
-    """A fresh database with the four roles."""
-    return Secured(make_database(secured_template))
+def secured(secured_database: SharedDatabase) -> Secured:
+    """A database with the four roles and no jobs."""
+    return Secured(secured_database.empty())
 
 
 @pytest.fixture

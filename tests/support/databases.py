@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from howdah.embedded import EmbeddedServer
 
 LOCK_TIMEOUT_SECONDS = 10
-# Rows of a migration, which no test may delete.
-SEEDED = ("migrations", "maintenance")
 
 _DISCONNECT = (
     f"SELECT pg_terminate_backend(pid, {1000 * LOCK_TIMEOUT_SECONDS}) FROM pg_stat_activity "
@@ -24,21 +22,20 @@ _DISCONNECT = (
     "AND backend_type = 'client backend'"
 )
 _TABLES = (
-    "SELECT format('howdah.%%I', relname) FROM pg_class "
+    "SELECT format('howdah.%I', relname) FROM pg_class "
     "WHERE relnamespace = 'howdah'::regnamespace AND relkind IN ('r', 'p') "
-    "AND NOT relispartition AND relname <> ALL (%s) ORDER BY relname"
+    "AND NOT relispartition ORDER BY relname"
 )
-# Every change of a catalog row leaves a row with a new xmin, or fewer rows. Temporary tables leave nothing.
-_SCHEMA = " UNION ALL ".join(
-    f"SELECT '{catalog}', count(*)::text, max(xmin::text::bigint)::text FROM {catalog}"
-    for catalog in (
-        "pg_class", "pg_attribute", "pg_attrdef", "pg_constraint", "pg_extension", "pg_index", "pg_proc",
-        "pg_rewrite", "pg_trigger", "pg_type", "pg_db_role_setting",
-    )
-) + " UNION ALL SELECT 'migrations', m::text, NULL FROM howdah.migrations AS m"  # fmt: skip
+# Every change of a catalog row leaves a row with a new xmin, or fewer rows. Temporary tables leave their schema.
+_CATALOGS = (
+    "pg_class", "pg_attribute", "pg_attrdef", "pg_constraint", "pg_default_acl", "pg_extension", "pg_index",
+    "pg_proc", "pg_rewrite", "pg_trigger", "pg_type", "pg_db_role_setting",
+    "pg_namespace WHERE nspname NOT LIKE 'pg%temp%'",
+    "pg_database WHERE datname = current_database()",
+)  # fmt: skip
+_DUTIES = "howdah.maintenance"
 _MAKE_ALL_DUTIES_DUE = (
-    "UPDATE howdah.maintenance "
-    "SET due_at = clock_timestamp(), reached = '-infinity', last_error = NULL"
+    f"UPDATE {_DUTIES} SET due_at = clock_timestamp(), reached = '-infinity', last_error = NULL"
 )
 
 
@@ -78,8 +75,8 @@ class SharedDatabase:
         self._template = template
         self._name: str | None = None
         self._conn: psycopg.Connection[Any] | None = None
+        self._read_schema = self._empty = ""
         self._schema: Any = None
-        self._empty = ""
 
     def empty(self) -> str:
         """End all connections that a test left open, delete all rows, and make all duties due. Returns the
@@ -103,23 +100,31 @@ class SharedDatabase:
         if self._conn is None:
             raise _Changed
         self._conn.execute(_DISCONNECT)
-        if self._read_schema() != self._schema:
+        if self._conn.execute(self._read_schema.encode()).fetchall() != self._schema:
             raise _Changed
         self._conn.execute(self._empty.encode())
 
     def _copy(self) -> None:
         self._name = self._databases.create(self._template)
-        self._conn = psycopg.connect(self._databases.url(self._name), autocommit=True)
-        self._conn.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'".encode())
-        self._schema = self._read_schema()
-        tables = [name for (name,) in self._conn.execute(_TABLES, [list(SEEDED)])]
-        deletes = [f"DELETE FROM {table}" for table in tables]
+        self._conn = conn = psycopg.connect(self._databases.url(self._name), autocommit=True)
+        conn.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'".encode())
+        tables = [name for (name,) in conn.execute(_TABLES)]
+        # The template has rows of migrations and grants, which belong to the schema.
+        seeded = [
+            name for name in tables if conn.execute(f"SELECT 1 FROM {name}".encode()).fetchone()
+        ]
+        deletes = [f"DELETE FROM {name}" for name in tables if name not in seeded]
         self._empty = ";".join([*deletes, _MAKE_ALL_DUTIES_DUE])
-
-    def _read_schema(self) -> Any:
-        """Equal values mean that neither the catalogs nor the installed version have changed."""
-        assert self._conn is not None
-        return self._conn.execute(_SCHEMA.encode()).fetchall()
+        self._read_schema = " UNION ALL ".join(
+            [
+                *(
+                    f"SELECT NULL, count(*), max(xmin::text::bigint) FROM {each}"
+                    for each in _CATALOGS
+                ),
+                *(f"SELECT t::text, 0, 0 FROM {name} AS t" for name in seeded if name != _DUTIES),
+            ]
+        )
+        self._schema = conn.execute(self._read_schema.encode()).fetchall()
 
 
 class _Changed(Exception):
