@@ -476,27 +476,41 @@ def test_handle_and_find_find_a_job() -> None:
             app.find(job_typ="double")
 
 
-def test_a_handler_cannot_complete_its_job_in_its_own_transaction() -> None:
+def test_a_handler_can_complete_its_job_in_its_own_transaction() -> None:
     other = App()
 
     @other.task(max_attempts=1)
     def pay(complete: bool, ctx: Context) -> None:
         claim = ctx.completion()
         if complete:
-            other.queue.complete(claim, conn="a connection")
+            other.queue.complete(claim, {"rows": 3}, conn="a connection")
 
     with inline(other):
-        error = pay.enqueue(True).job().last_error or ""
-        assert "inline mode has no complete: there is no database. Use drain for that." in error
+        assert pay.enqueue(True).job().result == {"rows": 3}
         assert "did not commit" in (pay.enqueue(False).job().last_error or "")
+
+
+def test_pending_and_events_of_the_bare_queue() -> None:
+    other = App()
+
+    @other.task
+    def report(ctx: Context) -> None:
+        ctx.event("step", {"n": 1})
+
+    with inline(other):
+        report.using(delay=60).enqueue()
+        job = report.enqueue()
+        assert (other.queue.pending(), other.queue.pending(job_type="other")) == (1, 0)
+        assert [(event.kind, event.data) for event in other.queue.events(job)] == [
+            ("step", {"n": 1})
+        ]
 
 
 async def test_methods_that_need_a_database_raise_an_error_that_names_them() -> None:
     with inline(app):
         for name, call in {
             "claim": lambda: app.queue.claim("double"),
-            "pending": lambda: app.queue.pending(),
-            "events": lambda: app.queue.events(UUID(int=1)),
+            "extend": lambda: app.queue.extend(UUID(int=1)),
             "takeover_jobs": lambda: app.takeover(UUID(int=1)),
         }.items():
             with pytest.raises(HowdahError, match=f"inline mode has no {name}: there is no data"):

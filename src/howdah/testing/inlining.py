@@ -237,6 +237,7 @@ class _Entry:
     inspected: bool = False
     context: Context | None = None
     error: BaseException | None = None
+    completion: tuple[Any] | None = None
     reports: list[tuple[int, str | None]] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
 
@@ -267,6 +268,7 @@ class _Entry:
     def start(self, task: Task[..., Any], resources: Mapping[str, Any] | None) -> Context:
         """Start an attempt."""
         now, job = _now(), self.job
+        self.completion = None
         self._change(
             status=Status.RUNNING, attempts=job.attempts + 1, claims=job.claims + 1,
             claimed_at=now, started_at=now, lease_id=uuid4(), progress=0, current_stage=None,
@@ -294,7 +296,9 @@ class _Entry:
                 self._fail(error, traceback, retry=retry_in is not None)
             case Lost():
                 self._fail("the handler reported that its lease was lost")
-            case CompletedByHandler():  # which inline mode does not offer
+            case CompletedByHandler() if self.completion is not None:
+                self.end(Status.COMPLETED, result=self.completion[0], progress=100)
+            case CompletedByHandler():
                 self._fail(NOT_COMMITTED)
         return not self.job.status.is_final
 
@@ -339,7 +343,7 @@ class _Entry:
 
 
 class _Backend:
-    """Replaces the operations and the backend of a queue: `get`, `find`, `counts` and `cancel` return
+    """Replaces the operations and the backend of a queue: `get`, `find`, `cancel` and the like return
     answers instead of statements, and `run` passes them on. With `drive_async`, methods return coroutines.
     """
 
@@ -398,6 +402,19 @@ class _Backend:
             if _matches(job.queue, queue) and _matches(job.job_type, job_type)
         ]
         return {status: sum(job.status is status for job in jobs) for status in Status}
+
+    def pending(self, queue: str | None, job_type: str | None) -> int:
+        """The number of pending jobs."""
+        return self.counts(queue, job_type)[Status.PENDING]
+
+    def events(self, job: JobRef, after: int) -> list[Event]:
+        """The events of a job after event id `after`, oldest first."""
+        return [event for event in self._log.events(job) if event.event_id > after]
+
+    def complete(self, job: JobRef, result: Any, *, on_caller_connection: bool = False) -> None:
+        """Accept the completion of a handler that completes its job in its own transaction."""
+        value = None if result is None else payload.decode(payload.clean_json(result))
+        self._log._entry(job).completion = (value,)
 
     def cancel(self, jobs: JobRef | Iterable[JobRef]) -> dict[UUID, str]:
         """Cancel pending jobs. A running job stops at its next report."""
