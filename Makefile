@@ -64,7 +64,7 @@ smoke: $(INSTALLED) ## Build the wheel and test it in an empty environment
 	$(SMOKE)/bin/python -I tools/smoke.py
 	# Execute the README with the wheel and nothing else of this repository.
 	$(PY) -m pip --python $(SMOKE)/bin/python install --quiet pytest pytest-asyncio
-	$(SMOKE)/bin/python -m pytest -q "tests/examples/test_pages.py::test_a_reader_can_follow_the_page[README.md]"
+	$(SMOKE)/bin/python -m pytest -q "tests/examples/test_pages.py::test_the_blocks_of_a_page_run_from_top_to_bottom[README.md]"
 	rm -rf $(SMOKE)
 
 system: $(INSTALLED) ## Run the SQL tests on the system's PostgreSQL, if there is one

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
-from howdah import sql
+from howdah import HowdahError, JobQueue, sql
 from howdah.cli import main
 from next_release import LABEL, VERSION, next_release
 
@@ -133,7 +133,7 @@ def differences(database: str) -> list[dict[str, Any]]:
     result = run("--database", database, "--check", "--json")
     facts = json.loads(result.stdout)
     assert result.exit_code == (1 if facts["differences"] else 0)
-    assert facts["up_to_date"] is True
+    assert facts["up_to_date"] is not bool(facts["differences"])
     found: list[dict[str, Any]] = facts["differences"]
     return found
 
@@ -485,3 +485,46 @@ def test_several_at_once_apply_each_step_once(empty_database: str) -> None:
     assert [each.returncode for each in running] == [0] * 4
     assert sorted(label for answer in answers for label in answer["applied"]) == LABELS
     assert all(answer["up_to_date"] for answer in answers)
+
+
+def test_a_dropped_view_is_named_once_and_its_repair_is_printed(database: str) -> None:
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("DROP VIEW howdah.jobs CASCADE")
+        result = run("--database", database, "--check")
+        assert result.exit_code == 1
+        assert "missing view jobs" in result.stdout
+        assert "missing column jobs." not in result.stdout
+        statements = re.findall(r"^(?:SET|CREATE) .*?;$", result.stdout, re.MULTILINE | re.DOTALL)
+        assert statements[1].startswith("CREATE OR REPLACE VIEW jobs AS")
+        views = [each for each in statements if "TRIGGER" not in each]
+        conn.execute("; ".join(each.rstrip(";") for each in views).encode())
+        assert run("--database", database).exit_code == 0
+        triggers = [each for each in statements if "TRIGGER" in each]
+        conn.execute("; ".join(each.rstrip(";") for each in triggers).encode())
+    assert run("--database", database, "--check").exit_code == 0
+
+
+def test_a_schema_of_an_early_build_is_refused(database: str) -> None:
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("ALTER TABLE howdah.migrations DROP COLUMN functions_hash")
+    for arguments in ([], ["--check"]):
+        result = run("--database", database, *arguments)
+        assert result.exit_code == 1
+        assert result.stderr == (
+            'Error: schema "howdah" was created by an early build of Howdah, before its first release, and '
+            "cannot be migrated. Use another schema or database, or drop this one with its jobs: "
+            "DROP SCHEMA … CASCADE.\n"
+        )
+
+
+def test_a_client_explains_that_a_function_of_the_users_prevents_the_migration(
+    database: str,
+) -> None:
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("CREATE FUNCTION howdah.mine() RETURNS int LANGUAGE sql AS 'SELECT 1'")
+        conn.execute("UPDATE howdah.migrations SET functions_hash = 'another build'")
+    with pytest.raises(HowdahError) as caught:
+        JobQueue(database).pending()
+    assert str(caught.value).startswith(
+        'schema "howdah" contains functions that this version of Howdah does not have: mine(). Move'
+    )

@@ -113,7 +113,7 @@ def test_a_forked_child_does_not_wait_forever_either(
     assert [job.job_type for job in queue.find()] == ["cut-here"]
 
 
-@pytest.mark.parametrize("marker", [b"relname = 'migrations'", b"functions_hash FROM"])
+@pytest.mark.parametrize("marker", [b"relname = 'migrations'", b"'functions_hash' FROM"])
 def test_a_first_call_whose_schema_check_is_not_answered_is_retried(
     proxy: Proxy, url: str, marker: bytes
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_first_call_whose_schema_check_is_not_answered_is_retried(
 
 
 @pytest.mark.parametrize(
-    "marker", [b"pg_backend_pid", b"relname = 'migrations'", b"functions_hash FROM"]
+    "marker", [b"pg_backend_pid", b"relname = 'migrations'", b"'functions_hash' FROM"]
 )
 async def test_a_first_async_call_whose_server_check_is_not_answered_is_retried(
     proxy: Proxy, url: str, marker: bytes

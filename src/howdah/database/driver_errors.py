@@ -133,6 +133,11 @@ def translate(error: BaseException, schema: str) -> BaseException:
     state = sqlstate(cause)
     if is_schema_missing(cause):
         return SchemaMissing(schema)
+    if state == "42723":  # raised by a migration that found functions of others in the schema
+        hint = getattr(getattr(cause, "diag", None), "message_hint", None) or getattr(
+            cause, "hint", ""
+        )
+        return HowdahError(f"{message_of(cause)}. {hint or ''}".strip())
     if state == "42501":
         return NotPermitted(message_of(cause))
     if state == "53100":

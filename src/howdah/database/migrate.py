@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from howdah import sql
 from howdah.database.sql_steps import Query, Script, Steps, drive, with_retries
-from howdah.errors import SchemaMissing, SchemaOutdated, SchemaTooNew, sqlstate
+from howdah.errors import HowdahError, SchemaMissing, SchemaOutdated, SchemaTooNew, sqlstate
 from howdah.protocol.schema_name import quote_schema
 from howdah.sql.catalog import Catalog, differences, is_comparable
 
@@ -67,12 +67,17 @@ def read_installed(schema: str) -> Steps[Installed]:
     if not rows[0][0]:
         return Installed()
     rows = yield Query(
-        f"SELECT version, oldest_code, functions_hash FROM {name}.migrations "
-        "ORDER BY version DESC LIMIT 1"
+        "SELECT version, oldest_code, to_jsonb(m) ->> 'functions_hash' "
+        f"FROM {name}.migrations AS m ORDER BY version DESC LIMIT 1"
     )
     if not rows:
         return Installed()
     version, oldest_code, functions_hash = rows[0]
+    if functions_hash is None:
+        raise HowdahError(
+            f'schema "{schema}" was created by an early build of Howdah, before its first release, and cannot be '
+            "migrated. Use another schema or database, or drop this one with its jobs: DROP SCHEMA … CASCADE."
+        )
     return Installed(version=version, oldest_code=oldest_code, functions_hash=functions_hash)
 
 

@@ -135,15 +135,17 @@ class State:
         lines = []
         functions = [each for each in self.differences if each.kind == "function"]
         others = [each for each in self.differences if each.kind != "function"]
-        if not self.is_current or any(each.problem != "unexpected" for each in functions):
-            lines.append("Run `howdah migrate`.")
-        statements = [f"{text};" for each in others for text in each.repair()]
+        # A view first: functions and triggers need it.
+        repaired = sorted(others, key=lambda each: each.kind != "view")
+        statements = [f"{text};" for each in repaired for text in each.repair()]
         if statements:
             lines += [
                 "`howdah migrate` repairs functions only. Run this for the rest:",
                 f"SET search_path = {quote_schema(self.schema)};",
                 *statements,
             ]
+        if not self.is_current or any(each.problem != "unexpected" for each in functions):
+            lines.append("Run `howdah migrate`.")
         if added := _names(each for each in self.differences if each.problem == "unexpected"):
             lines.append(f"Remove or move what was added: {added}.")
         if lost := _names(
@@ -157,7 +159,7 @@ class State:
             "schema": self.schema,
             "version": self.version,
             "latest": sql.latest_version(),
-            "up_to_date": self.is_current,
+            "up_to_date": self.is_whole,
             "pending": [each.label for each in self.pending],
             "differences": [each.facts() for each in self.differences],
         }
