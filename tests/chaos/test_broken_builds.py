@@ -3,7 +3,9 @@ process: a short run must report it, and the healthy build must pass the same ru
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +16,10 @@ from server_faults import KillServer
 
 from howdah.chaos import ledger
 from howdah.chaos.history import History
-from howdah.chaos.process_faults import Calm, FaultPoints, KillWorkers, PauseWorkers
+from howdah.chaos.process_faults import Calm, FaultPoints, KillWorkers
 from howdah.chaos.run import Load, Verdict, perform
 from howdah.chaos.scenario import Place, Scenario
+from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +27,13 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from howdah.chaos.processes.supervisor import Child
+    from howdah.chaos.scenario import Fault, RunContext
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+START_TIMEOUT_SECONDS = 30.0
 LOAD = Load(seconds=7, rate=120, workers=3, lease=2, drain_timeout=25, backlog=400)
 
 
@@ -49,11 +56,61 @@ class KillOne(KillWorkers):
     every_seconds = 1000.0
 
 
-class LongPauses(PauseWorkers):
-    """Pauses until another worker has certainly claimed the jobs and runs them."""
+class LateAcknowledgement(Scenario):
+    """A worker stops before it sends outcomes, and goes on when another worker holds the leases of the same jobs."""
 
-    name = "long pauses"
-    every_seconds = 2.0
+    name = "late acknowledgement"
+    first_seconds = 0.5
+    every_seconds = 1000.0
+    min_seconds = 12.0
+
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        late = run.supervisor.start_worker(role="victim", HOWDAH_FAULT="before-acknowledge:stop:3")
+        run.wait_until(lambda: is_stopped(late), START_TIMEOUT_SECONDS)
+        others = run.supervisor.workers()
+        with contextlib.ExitStack() as paused:
+            for worker in (late, *others):
+                paused.enter_context(run.fault(fault.name, scope="worker", target=worker.pid))
+                paused.callback(worker.resume)
+                worker.pause()
+            run.sleep(run.lease)
+            # Nobody else is running who would recover the jobs. The next worker claims all of them.
+            run.wait_until(lambda: recover(run, late), 2 * run.lease, poll=0.1)
+            second = run.supervisor.start_worker(
+                "--concurrency", "1000", role="victim", HOWDAH_FAULT="after-claim:stop:1"
+            )
+            paused.enter_context(run.fault(fault.name, scope="worker", target=second.pid))
+            paused.callback(second.resume)
+            run.wait_until(lambda: is_stopped(second), START_TIMEOUT_SECONDS)
+            resumed = time.monotonic()
+            late.resume()
+            run.wait_until(lambda: has_acknowledged(run, late, resumed), run.lease)
+
+
+def is_stopped(worker: Child) -> bool:
+    """Whether the process has stopped itself."""
+    try:
+        state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "T"
+
+
+def recover(run: RunContext, worker: Child) -> bool:
+    """Recover stale jobs; returns whether the worker has no claimed job any more."""
+    with run.place.connect() as conn:
+        conn.execute(f"SELECT {quote_schema(run.place.schema)}.recover_stale_jobs()".encode())
+    return not run.jobs_in_flight().get(worker.pid)
+
+
+def has_acknowledged(run: RunContext, worker: Child, since: float) -> bool:
+    """Whether the worker has received the reply to an acknowledgement that it sent since then."""
+    return any(
+        line.pid == worker.pid
+        and line.kind in ("ack-accepted", "ack-refused")
+        and line["asked"] > since
+        for line in ledger.read(Path(run.ledger.path))
+    )
 
 
 class CrashServer(KillServer):
@@ -93,7 +150,10 @@ NO_LOCK = {
     "claim_job_batch": {"FOR UPDATE SKIP LOCKED))": ")) AND (SELECT pg_sleep(0.05) IS NOT NULL)"}
 }
 BUILDS = [
-    Build("the fence of an acknowledgement", "P3", LongPauses, NO_FENCE),
+    Build(
+        "the fence of an acknowledgement", "P3", LateAcknowledgement, NO_FENCE,
+        load=Load(seconds=14, rate=120, workers=2, lease=2, drain_timeout=25, backlog=400),
+    ),
     Build("the lock of a claim", "P3", edits=NO_LOCK),
     # A crash of the server excuses claims that it undid, and no others.
     Build("the lock of a claim, on a server that crashes", "P3", CrashServer, NO_LOCK),
