@@ -34,8 +34,7 @@ class Child:
 
     def entries(self) -> list[dict[str, Any]]:
         """Its log; every line must be JSON. An incomplete last line is left out."""
-        text = self.log.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return _entries(self.log)
 
     def logged(self, message: str) -> list[dict[str, Any]]:
         """The log entries with this message."""
@@ -108,8 +107,7 @@ class Children:
         """The ledger's lines of these kinds, oldest first."""
         if not self.ledger_file.exists():
             return []
-        entries = [json.loads(line) for line in self.ledger_file.read_text().splitlines()]
-        return [entry for entry in entries if entry["kind"] in kinds]
+        return [entry for entry in _entries(self.ledger_file) if entry["kind"] in kinds]
 
     def counted(self, kind: str) -> Counter[str]:
         """The number of ledger lines of this kind for each job."""
@@ -152,3 +150,9 @@ def statuses(conn: psycopg.Connection[Any]) -> Counter[str]:
 def all_ended(conn: psycopg.Connection[Any]) -> bool:
     """Whether every job is completed, failed or cancelled."""
     return conn.execute("SELECT count(*) FROM howdah.live_jobs").fetchone() == (0,)
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file. The last one may be incomplete: a process is writing it."""
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
