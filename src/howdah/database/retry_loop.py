@@ -72,7 +72,7 @@ class RetryLoop:
         """Whether an earlier attempt lost its answer, so that the idempotent forms must be sent."""
 
     def after(self, error: BaseException) -> bool:
-        """Raise what the caller shall see, unless the statements are to be run again. If they are, return
+        """Raise the error for the caller, unless the statements must be run again. If they must, return
         whether the connection broke and must be replaced."""
         settings = self._settings
         if is_refused(error):

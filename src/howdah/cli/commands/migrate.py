@@ -46,7 +46,13 @@ if TYPE_CHECKING:
     metavar="VERSION",
     help="With --sql: only what comes after this version; `current` reads it from the database.",
 )
-@click.option("--to", "target", type=int, metavar="VERSION", help="Stop at this version.")
+@click.option(
+    "--to",
+    "target",
+    type=int,
+    metavar="VERSION",
+    help="The version to migrate to; only the newest can be made.",
+)
 @click.option(
     "--grants",
     "asked",
