@@ -75,7 +75,7 @@ def migrate_command(
 ) -> None:
     """Create the schema, or bring it up to date.
 
-    Workers of the previous version can keep running. There are no migrations backwards.
+    Workers of the previous version can keep running. There are no backward migrations.
     """
     if only_check and only_sql:
         raise click.UsageError("--check and --sql exclude each other.")
