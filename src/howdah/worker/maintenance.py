@@ -33,8 +33,7 @@ async def maintain(store: AsyncStore, statements: WorkerStatements) -> None:
             await asyncio.sleep(TICK_SECONDS * random.uniform(0.75, 2))  # noqa: S311 - workers take turns
             fault_points.reach("before-maintenance")
             if len(pending) == PENDING_LIMIT:
-                # They cannot all be running duties: the connection of the oldest is probably dead.
-                pending[0].cancel()
+                pending[0].cancel()  # so many cannot all be running duties
             pending.append(asyncio.create_task(_run_due(store, statements)))
             await asyncio.wait(
                 pending, timeout=ANSWER_TIMEOUT_SECONDS, return_when=asyncio.FIRST_COMPLETED

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUFFER_SECONDS = 1.0  # a job that has been in the buffer for this long is released to other workers
+BUFFER_SECONDS = 1.0  # a job that has been in the buffer for so long is released to other workers
 YIELD_EVERY_JOBS = 16
 STOP_TIMEOUT_SECONDS = 1.0
 START_RETRY_SECONDS = 1.0
