@@ -201,7 +201,7 @@ class App:
     def lifespan(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """Run a generator function around each worker: the code before its yield when the worker starts, the
         rest when it stops. It may be async. It yields a mapping of resources for `ctx.resources`. Plain
-        generators also run in each task process, which is killed instead of stopped."""
+        generators also run in each task process, but only up to the yield: the process ends by being killed."""
         self.lifespans.append(function)
         return function
 
@@ -216,8 +216,8 @@ class App:
         return self.queue.counts(queue, job_type)
 
     def takeover(self, job: JobRef) -> bool:
-        """Take a claimed job from its worker, which stops it, and requeue it. The attempt does not count.
-        False if no worker has claimed the job."""
+        """Take a claimed job away from its worker, which stops the handler, and requeue the job. The attempt
+        does not count. False if no worker has claimed the job."""
         return bool(self.backend.run(self.statements.takeover_jobs([to_id(job)])))
 
     async def atakeover(self, job: JobRef) -> bool:

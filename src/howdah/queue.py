@@ -196,8 +196,8 @@ class JobQueue:
         self._backend.run(self._operations.event(job, kind, data), conn)
 
     def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
-        """Return jobs whose lease has expired, or that were claimed longer ago than `timeout`, to the
-        queue. Returns how many. Claims and workers do this automatically, every two seconds."""
+        """Return jobs whose lease has expired to the queue; with `timeout`, instead, jobs that were claimed
+        longer ago than that, whatever their lease. Returns how many. Claims and workers do this automatically, every two seconds."""
         return self._backend.run(self._operations.recover_stale_jobs(timeout, limit))
 
     def cancel(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> dict[UUID, str]:

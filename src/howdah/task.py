@@ -90,7 +90,7 @@ class TaskHandle(Handle, Generic[R], frozen=True):
         return self._app._watcher().changes(self.id)
 
     def cancel(self) -> bool:
-        """Cancel the job, or request its worker to stop it. False if it has already ended."""
+        """Cancel the job, or ask its worker to stop it. False if it has already ended."""
         return bool(self._app.queue.cancel(self.id))
 
     async def acancel(self) -> bool:
@@ -147,8 +147,8 @@ class Task(Generic[P, R]):
 
     def using(self, **options: Any) -> Self:
         """The same task with options for the next call: `priority`, `queue`, `run_at` or `delay`,
-        `max_attempts`, `idempotency_key`, `ordering_key`, `request_id`, `keep`, and `conn` to enqueue in your
-        transaction."""
+        `max_attempts`, `idempotency_key`, `ordering_key`, `request_id`, `traceparent`, `keep`, and `conn`
+        to enqueue in your transaction."""
         for option in options:
             if option not in _CALL_OPTIONS:
                 raise InvalidOption.unknown(option, _CALL_OPTIONS)

@@ -96,13 +96,13 @@ def _enqueue_advice(figures: Figures) -> str:
             f"An enqueue is mostly the producer's own CPU time: enqueue in bulk ({times}), or from more "
             "processes."
         )
-    return f"Neither network nor disk holds enqueues up; still, bundling pays: {times}."
+    return f"Neither the network nor the disk limits enqueues, but batching still helps: {times}."
 
 
 def _worker_advice(figures: Figures) -> str:
     worker, share = figures.worker, f"{figures.worker.cpu:.0%} of a core"
     if not worker.jobs:
-        return "The worker completed nothing in its time; `howdah doctor` may know why."
+        return "The worker completed no job in its time; run `howdah doctor` to find the cause."
     if worker.cpu > BUSY_CORE_SHARE:
         return (
             f"The worker process used {share}, so it sets the pace itself: `howdah worker --processes 2` "

@@ -109,7 +109,7 @@ class RunContext:
             pass
 
     def jobs_in_flight(self, for_seconds: float = 0.0) -> dict[int, int]:
-        """The number of jobs that each worker claimed at least so many seconds ago, by process id. Empty while the
+        """The number of jobs that each worker claimed at least this many seconds ago, by process id. Empty while the
         server is unreachable."""
         query = (
             "SELECT split_part(worker_id, ':', 2)::int, count(*) "

@@ -134,11 +134,11 @@ class AsyncStore:
                         (each, await self._fetch(conn, each, loop.resend)) for each in statements
                     ]
         except BaseException as error:
-            # A timeout is an OSError, too: a connection without an answer is not used again.
+            # This includes a timeout, which is an OSError: a connection that did not answer is not used again.
             if isinstance(error, ASYNC_ERRORS) and is_connection_lost(error):
                 conn.terminate()
                 if self._settings.is_own_pool:
-                    # Nor are the others: each would take its own timeout to be found out.
+                    # Nor are the other connections: each would have to time out before it is replaced.
                     await pool.expire_connections()
                     for _, other in self._kept:
                         other.terminate()
@@ -308,7 +308,7 @@ async def _is_pooler(url: str, deadline: float) -> bool:
 
 
 async def _skip_reset(conn: Any) -> None:
-    """Reset nothing: no statement of a store leaves anything in a session, so none needs the round trip."""
+    """Reset nothing: statements of a store leave no state in a session, so the round trip can be saved."""
 
 
 @contextlib.contextmanager

@@ -250,7 +250,7 @@ END $check$;
 
 # Objects that are missing, altered or added by others before the migration, as {object: [expected, present]}. If it
 # does not change them, what was expected stays expected: a dropped index must not be forgotten because an upgrade
-# came later, and an index of the user's may be dropped at any time.
+# came later, and users may drop their own indexes at any time.
 _READ_ALTERED = """
 DO $altered$
 BEGIN

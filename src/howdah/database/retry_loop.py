@@ -72,7 +72,7 @@ class RetryLoop:
         """Whether an earlier attempt lost its answer, so that the idempotent forms must be sent."""
 
     def after(self, error: BaseException) -> bool:
-        """Raise what the caller shall see, unless the statements are to be run again. If they are, return
+        """Raise the error for the caller, unless the statements must be run again. If they must, return
         whether the connection broke and must be replaced."""
         settings = self._settings
         if is_refused(error):
@@ -82,7 +82,7 @@ class RetryLoop:
         if isinstance(error, Unanswered) and not self.resend:
             # The answer may have taken the whole timeout. Resending finds out whether it was executed.
             self.deadline = max(self.deadline, time.monotonic() + settings.timeout)
-        # A closed pool of the caller's stays closed: only the caller may open it.
+        # If the caller's pool is closed, it stays closed: only the caller may open it.
         is_hopeless = not settings.is_own_pool and is_pool_closed(error)
         if is_hopeless or time.monotonic() >= self.deadline:
             raise settings.unreachable(error) from error

@@ -176,7 +176,7 @@ class Store:
                         deadline.renew(each.timeout or timeout)
                         rows.append((each, _fetch(conn, each, resend)))
                     deadline.renew(timeout)
-                if not conn.autocommit:  # a pool of the caller's
+                if not conn.autocommit:  # the caller's pool
                     conn.commit()
             except psycopg.Error as error:
                 if is_connection_lost(error):

@@ -48,7 +48,7 @@ def check_option_text(text: str) -> str:
 
 
 def check_name(value: object, field: str, limit: int = NAME_LIMIT) -> str:
-    """Refuse a name that is no string, is empty, too long or cannot be stored."""
+    """Refuse a name that is not a string, is empty, is too long, or cannot be stored."""
     if not isinstance(value, str):
         raise InvalidJob(f"{field} must be a string, not {type(value).__name__}.", field=field)
     if not value:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 URGENT_FLUSH_SECONDS = 0.05
 FLUSH_SECONDS = 0.5
 MAX_PERIOD_SECONDS = 10.0  # also with long leases: the beat shows that the worker is alive
-SUSPECT_SECONDS = 0.5  # a job that has run for so long is not suspected of killing the worker
+SUSPECT_SECONDS = 0.5  # a job that has run for this long is not suspected of killing the worker
 
 
 ReportedEvent: TypeAlias = "tuple[Run, str, str]"

@@ -23,7 +23,7 @@ Waiting: TypeAlias = "list[tuple[dict[str, Any], asyncio.Future[Handle]]]"
 MIN_BATCH_JOBS = (
     8  # a second statement with fewer jobs costs the server more than it saves the callers
 )
-# Cardinality, data, integrity, check option, program limit, a trigger of the user's.
+# Cardinality, data, integrity, check option, program limit, an error of the user's trigger.
 _DATA_ERRORS = frozenset({"21", "22", "23", "44", "54", "P0"})
 
 

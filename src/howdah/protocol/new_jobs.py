@@ -95,7 +95,7 @@ class NewJobs:
                     raise error.at(start + len(encoded)) from None
                 except InvalidOption as error:
                     raise InvalidOption(f"job {start + len(encoded)}: {error}") from None
-                except Exception as error:  # a mapping of the caller's may raise anything
+                except Exception as error:  # the caller's mapping may raise anything
                     why = f"it could not be read: {payload.format_error(error)}."
                     raise InvalidJob(why, field="job").at(start + len(encoded)) from error
             yield encoded

@@ -3,8 +3,8 @@
 --
 -- The daily partitions of finished_jobs come and go, and are left out. So are storage parameters, which
 -- operators may tune, and NOT NULL constraints, which PostgreSQL lists from version 18 on: they are part of the
--- columns. Another major version of PostgreSQL may print a definition differently, hence `printed by`. Change
--- its first number with this query.
+-- columns. Another major version of PostgreSQL may print a definition differently, hence the entry
+-- `printed by`. If you change this query, change the first number of that entry, too.
 SELECT jsonb_object_agg(e.object, e.definition)
 FROM (
     WITH relations AS (

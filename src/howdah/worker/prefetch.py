@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from howdah.execution.run import Run
 
-PREFETCH_SECONDS = 0.2  # of work in the buffer; a type whose runs take longer is long
-PREFETCH_JOBS = 8000  # more only make claims slow
+PREFETCH_SECONDS = 0.2  # of work in the buffer; a type whose runs take longer counts as long
+PREFETCH_JOBS = 8000  # more jobs would only slow down claims
 SMOOTHING = 0.1
 
 

@@ -259,7 +259,7 @@ class Worker:
             logger.critical("part of the worker failed; stopping", extra={"part": part})
             self._crash(error)
             if part == "completer":
-                # No more outcomes can be written: leave the jobs to the expiry of their leases.
+                # No more outcomes can be written. The jobs are recovered when their leases expire.
                 self._stopping_now.set()
 
     def _crash(self, error: BaseException) -> None:

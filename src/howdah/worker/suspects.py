@@ -42,7 +42,7 @@ class Suspects:
         A suspect may have killed its workers, or may only have been claimed together with the job that did.
         So the next suspect starts only after this one was acknowledged or has run for `SUSPECT_SECONDS`: if
         this one kills the process, no other suspect loses an attempt. A single crash makes no job a suspect:
-        a worker may have thousands of jobs in flight when it crashes, and nearly all are innocent."""
+        a worker may have thousands of jobs in flight when it crashes, and nearly all are harmless."""
         await self._one_at_a_time.acquire()
         run.on_acknowledged = _once(self._one_at_a_time.release)
         is_claimed = await self._write_start(run)

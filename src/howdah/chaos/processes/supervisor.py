@@ -171,7 +171,7 @@ class Supervisor:
         return self.start(role, command, **environment)
 
     def run_producers(self, count: int, *options: str) -> None:
-        """Keep so many producers running, and wait until they have started."""
+        """Keep this many producers running, and wait until they have started."""
         with self._lock:
             self._wanted["producer"] = count
             self._producer_options = options
@@ -192,7 +192,7 @@ class Supervisor:
                         self.start(role, ["-m", self._producer, *number, *self._producer_options])
 
     def run_workers(self, count: int, bare: int = 0) -> None:
-        """Keep so many workers and bare queue workers running, and wait until they have started."""
+        """Keep this many workers and bare queue workers running, and wait until they have started."""
         with self._lock:
             self._wanted["worker"], self._wanted["bare"] = count, bare
             self._start_missing()
@@ -200,7 +200,7 @@ class Supervisor:
         self.wait_until_ready("bare", bare)
 
     def wait_until_ready(self, role: str, count: int) -> None:
-        """Wait until so many have started."""
+        """Wait until this many have started."""
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while sum(child.ready for child in self.children(role)) < count:
             if time.monotonic() > deadline:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "--data", metavar="JSON", help="The arguments as a JSON object; KEY=VALUE adds to it."
 )
 @click.option(
-    "--delay", type=Duration(), metavar="DURATION", help="Run after this long, as in 30s, 5m, 2h."
+    "--delay", type=Duration(), metavar="DURATION", help="Run after this delay, as in 30s, 5m, 2h."
 )
 @click.option("--priority", type=click.IntRange(-1000, 1000), help="Higher runs first.")
 @click.option("--queue", type=Name(), metavar="NAME", help="The queue.")
@@ -44,7 +44,11 @@ if TYPE_CHECKING:
               help="Idempotency key: a second enqueue with it returns the first job.")  # fmt: skip
 @click.option("--ordering-key", type=Name(), metavar="TEXT",
               help="Jobs with the same ordering key run one at a time, in order.")  # fmt: skip
-@click.option("--wait", is_flag=True, help="Wait for the end. The exit code is 5 if the job fails.")
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Wait until the job ends and print its result. The exit code is 5 if it failed or was cancelled.",
+)
 @click.option(
     "--timeout", type=Duration(), metavar="DURATION", help="With --wait: how long to wait."
 )

@@ -46,7 +46,13 @@ if TYPE_CHECKING:
     metavar="VERSION",
     help="With --sql: only what comes after this version; `current` reads it from the database.",
 )
-@click.option("--to", "target", type=int, metavar="VERSION", help="Stop at this version.")
+@click.option(
+    "--to",
+    "target",
+    type=int,
+    metavar="VERSION",
+    help="The version to migrate to; only the newest can be made.",
+)
 @click.option(
     "--grants",
     "asked",
@@ -69,7 +75,7 @@ def migrate_command(
 ) -> None:
     """Create the schema, or bring it up to date.
 
-    Workers of the previous version can keep running. There are no migrations backwards.
+    Workers of the previous version can keep running. There are no backward migrations.
     """
     if only_check and only_sql:
         raise click.UsageError("--check and --sql exclude each other.")

@@ -237,13 +237,14 @@ def _progress(output: Output) -> Progress:
 
 @click.command("recover", short_help="Recover the jobs of crashed workers now.")
 @click.option("--timeout", type=Duration(), metavar="DURATION",
-              help="Also jobs claimed longer ago than this, even if their lease is valid.")  # fmt: skip
+              help="Instead of expired leases: jobs claimed longer ago than this.")  # fmt: skip
 @queue_command
 def recover_command(session: Session, output: Output, timeout: timedelta | None) -> None:
     """Return the jobs of crashed workers to their queues now.
 
-    Workers do this automatically every two seconds. Without --timeout, only jobs with an expired lease are
-    recovered. With it, a live worker may lose a job that it is still running.
+    Workers do this automatically every two seconds. Without --timeout, jobs with an expired lease are
+    recovered. With it, jobs that were claimed longer ago than that are recovered, whatever their lease, so a
+    live worker may lose a job that it is still running.
     """
     recovered = 0
     with _progress(output) as progress:

@@ -52,7 +52,8 @@ WORKER_COLUMNS = (
 def queues_command(session: Session, output: Output) -> None:
     """Count waiting and running jobs by queue and job type, with rates.
 
-    Workers count the rates. JOBS/S, FAILING/MIN and the mean times WAIT and RUN cover the last five minutes.
+    The rates come from counters that workers write. JOBS/S, FAILING/MIN and the mean times WAIT and RUN cover
+    the last five minutes.
     """
     lanes = session.statistics.lanes()
     if output.as_json:

@@ -60,7 +60,7 @@ def install(
     --project of this directory. Claude Code and Cursor read both. OpenClaw reads the one in your home; in
     a project it reads the skills/ directory of its workspace, so use --dir skills there.
 
-    The differences to an older copy are printed. Files that were edited since they were installed are
+    The differences from an older copy are printed. Files that were edited since they were installed are
     kept, unless --force is given.
     """
     directory = _directory(agent, project, parent)

@@ -54,7 +54,8 @@ AS $$
 $$;
 
 -- The due time of a job that becomes pending again: where a claim will look, so neither below the head nor
--- in the future. (Lowering the head instead, from everywhere, loses updates and undoes the gain.)
+-- in the future. (If every requeue lowered the head instead, updates of the lane would be lost, and
+-- claims would scan dead entries again.)
 CREATE OR REPLACE FUNCTION requeue_at(
     p_queue text, p_job_type text, p_priority int, p_run_at timestamptz)
 RETURNS timestamptz
