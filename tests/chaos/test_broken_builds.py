@@ -88,7 +88,7 @@ class LateAcknowledgement(Scenario):
 
 
 def is_stopped(worker: Child) -> bool:
-    """Whether the process has stopped itself."""
+    """Whether the process has stopped itself, or has ended."""
     try:
         state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
