@@ -19,7 +19,7 @@ export PIP_NO_INPUT := 1
 .DELETE_ON_ERROR:
 # The steps share one directory and one machine, so `make -j` must not run them in parallel.
 .NOTPARALLEL:
-.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick skill-zip skill-figures matrix clean FORCE
+.PHONY: help demo recording test slow lint format typecheck unit smoke system chaos chaos-quick chaos-tests bench bench-growth bench-quick soak skill-zip skill-figures matrix clean FORCE
 
 help: ## List the targets
 	@echo "make TARGET, on any machine with Python 3.11 or newer (PYTHON=... names another):"
@@ -84,6 +84,9 @@ bench-growth: $(INSTALLED) ## Measure queues of millions of jobs, about 25 minut
 
 bench-quick: $(INSTALLED) ## Measure Howdah, PgQueuer and the ceilings, in under 3 minutes
 	$(PY) -m bench --quick $(ARGS)
+
+soak: $(INSTALLED) ## Run a mixed load for 30 minutes and judge every curve; writes docs/soak.md; ARGS="--minutes 2"
+	$(PY) -m bench.soak $(ARGS)
 
 chaos-quick: $(INSTALLED) ## Kill workers and the server for a minute and check every promise
 	$(PY) tests/chaos/main.py quick $(ARGS)

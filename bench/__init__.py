@@ -17,6 +17,7 @@ standard library.
     plan.py              which peers run which workloads, in which order
     growth.py            queues of millions of jobs: growth_data.py fills them, growth_measurements.py
                          measures them, growth_report.py writes the chapter
+    soak/                `make soak`: half an hour of mixed load, and a verdict for every curve
     results.py           rounds, medians and spreads; bench/results.json
     goals.py             the goals; reasons.toml explains missed ones
     report.py            docs/benchmarks.md, from the results alone; plots.py draws

@@ -52,8 +52,9 @@ def pytest_configure() -> None:
 
 SLOW = (
     "chaos/", "examples/", "skill/", "cli/test_bench.py", "cli/test_chaos.py", "cli/test_demo.py",
-    "cli/test_dev.py", "security/", "sql/test_dead_entries.py", "test_growth.py", "database/test_pooler.py",
-    "testing/test_guide.py", "testing/test_plugin.py",
+    "cli/test_dev.py", "security/", "sql/test_dead_entries.py", "sql/test_dumps.py",
+    "test_growth.py", "database/test_pooler.py",
+    "testing/test_guide.py", "testing/test_plugin.py", "worker/test_misbehaving_handlers.py",
 )  # fmt: skip
 
 

@@ -19,14 +19,14 @@ SQL = Path(sql.__file__).parent
 VERSION = sql.latest_version() + 1
 LABEL = f"{VERSION:04}_next"
 
-DROPS = "claim_job_batch(text, text[], int, interval, text[], boolean, boolean)"
+DROPS = "claim_job_batch(text, text[], int, interval, text[], boolean, boolean, boolean)"
 STEP = f"""
 -- drops: {DROPS}
 ALTER TABLE lanes ADD COLUMN next_release text NOT NULL DEFAULT 'yes';
 """
 EDITS = {
     "claim.sql": {
-        "p_ignore_heads boolean DEFAULT false)": "p_ignore_heads boolean DEFAULT false,\n"
+        "p_suspects_alone boolean DEFAULT true)": "p_suspects_alone boolean DEFAULT true,\n"
         "    p_next_release text DEFAULT NULL)"
     },
     "lanes.sql": {"RETURN interval '1 second';": "RETURN interval '2 seconds';"},

@@ -90,12 +90,6 @@ def meter(connect: Callable[..., psycopg.Connection[Any]]) -> Meter:
     return Meter(conn)
 
 
-def require_measured_version(conn: psycopg.Connection[Any]) -> None:
-    """PostgreSQL 15 reads 10.2 pages to complete a job, and plans four statements on every call."""
-    if conn.info.server_version < 180000:
-        pytest.skip("the limits were measured on PostgreSQL 18")
-
-
 @pytest.fixture
 def proxy(server: EmbeddedServer) -> Iterator[CountingProxy]:
     proxy = CountingProxy(server.socket_directory / ".s.PGSQL.5432")
@@ -147,7 +141,8 @@ async def test_a_worker_needs_few_statements_and_one_round_trip_for_each(
     # No transactions around single statements, and no statement is prepared twice: there were 31 round trips
     # more than statements, most of them to prepare one on a connection.
     assert claims + completions <= round_trips <= meter.cost().calls + 50, counts
-    assert meter.cost("BEGIN%").calls == 0
+    # One when the listener checks that its session is not shared.
+    assert meter.cost("BEGIN%").calls <= 1
 
 
 # ── one operation ─────────────────────────────────────────────────────────────────────────────────
@@ -177,7 +172,6 @@ def measured(queue: JobQueue, meter: Meter) -> dict[str, Cost]:
 
 
 def test_a_job_writes_and_reads_no_more_than_the_limits(queue: JobQueue, meter: Meter) -> None:
-    require_measured_version(meter.conn)
     costs = measured(queue, meter)
     calls = [cost.calls for cost in costs.values()]
     assert calls == [1, JOBS / 2 / BATCH, JOBS / BATCH + 1, JOBS / BATCH]
@@ -192,7 +186,9 @@ def test_a_job_writes_and_reads_no_more_than_the_limits(queue: JobQueue, meter: 
     assert 0 < buffers["copy"] <= 6.5, buffers  # 5.1 pages a job
     assert 0 < buffers["enqueue_jobs"] <= 11, buffers  # 9.1
     assert 0 < buffers["claim_job_batch"] <= 11.5, buffers  # 9.1
-    assert 0 < buffers["complete_jobs"] <= 7.5, buffers  # 6.3
+    # 6.3. Before version 17, `= ANY` searches the index once for every id: 10.3.
+    searches_each_id = meter.conn.info.server_version < 170000
+    assert 0 < buffers["complete_jobs"] <= (11.5 if searches_each_id else 7.5), buffers
 
 
 @pytest.mark.parametrize("batch", [1, BATCH])
@@ -221,7 +217,6 @@ def test_no_operation_is_planned_on_every_call(
     queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]], meter: Meter
 ) -> None:
     conn = connect()
-    require_measured_version(conn)
     conn.execute("SET pg_stat_statements.track = 'all'")
     conn.execute("SET pg_stat_statements.track_planning = on")
     for count in range(40):
@@ -234,8 +229,8 @@ def test_no_operation_is_planned_on_every_call(
         conn.execute("SELECT howdah.next_due_at('{resize}', '{default}')")
         for job in queue.claim(["resize"], conn=conn):
             queue.complete(job, conn=conn)
-    # A statement may be planned again after ANALYZE. A statement that is called rarely (a claim advances a lane's
-    # head at random, once in a thousand jobs) has not been called often enough to have a generic plan.
+    # A statement may be planned again after ANALYZE. A statement that is called rarely (a claim moves a lane's
+    # head for one in two hundred jobs) has not been called often enough to have a generic plan.
     rows = conn.execute(
         "SELECT query, calls, plans FROM pg_stat_statements"
         " WHERE NOT toplevel AND calls >= 20 AND plans > calls / 4"

@@ -369,12 +369,12 @@ def test_the_request_id_survives_retries_recovery_and_reopening(queue: JobQueue)
 
 def test_a_second_enqueue_with_the_same_key_returns_the_first_jobs_handle(queue: JobQueue) -> None:
     first = queue.enqueue("a", {"n": 1}, idempotency_key="k")
-    second = queue.enqueue("a", {"n": 2}, idempotency_key="k")
+    second = queue.enqueue("a", {"n": 1}, idempotency_key="k")
     assert (first.is_new, second.is_new, second.id) == (True, False, first.id)
     queue.complete(queue.claim())
-    assert queue.enqueue("a", idempotency_key="k") == Handle(first.id, False)
+    assert queue.enqueue("a", {"n": 1}, idempotency_key="k") == Handle(first.id, False)
     bulk = queue.enqueue_many(
-        [{"job_type": "a", "idempotency_key": key} for key in ("k", "new", "new")]
+        [{"job_type": "a", "data": {"n": 1}, "idempotency_key": key} for key in ("k", "new", "new")]
     )
     assert [each.is_new for each in bulk] == [False, True, False]
     assert bulk[1].id == bulk[2].id
@@ -386,7 +386,7 @@ def test_threads_that_enqueue_with_the_same_key_at_once_make_one_job(queue: JobQ
 
     def enqueue(n: int) -> Handle:
         together.wait()
-        return queue.enqueue("a", n, idempotency_key="k")
+        return queue.enqueue("a", idempotency_key="k")
 
     with ThreadPoolExecutor(8) as threads:
         handles = list(threads.map(enqueue, range(8)))
@@ -398,9 +398,7 @@ def test_threads_that_enqueue_with_the_same_key_at_once_make_one_job(queue: JobQ
 async def test_tasks_that_enqueue_with_the_same_key_at_once_make_one_job(
     aqueue: AsyncJobQueue,
 ) -> None:
-    handles = await asyncio.gather(
-        *(aqueue.enqueue("a", n, idempotency_key="k") for n in range(20))
-    )
+    handles = await asyncio.gather(*(aqueue.enqueue("a", idempotency_key="k") for _ in range(20)))
     assert len({each.id for each in handles}) == 1
     assert sum(each.is_new for each in handles) == 1
     assert await aqueue.pending() == 1

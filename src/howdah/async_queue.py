@@ -66,6 +66,7 @@ class AsyncJobQueue:
         delay: Seconds | None = None,
         max_attempts: int = 3,
         idempotency_key: str | None = None,
+        idempotency_ttl: Seconds | None = None,
         ordering_key: str | None = None,
         request_id: str | None = None,
         traceparent: str | None = None,
@@ -75,8 +76,8 @@ class AsyncJobQueue:
     ) -> Handle:
         job = self._operations.new_job(
             job_type, data, unknown, priority=priority, queue=queue, run_at=run_at, delay=delay,
-            max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
-            request_id=request_id, traceparent=traceparent, keep=keep,
+            max_attempts=max_attempts, idempotency_key=idempotency_key, idempotency_ttl=idempotency_ttl,
+            ordering_key=ordering_key, request_id=request_id, traceparent=traceparent, keep=keep,
         )  # fmt: skip
         return await self._backend.enqueue(job, conn)
 
@@ -114,7 +115,7 @@ class AsyncJobQueue:
     async def complete(
         self, job: JobRef | Iterable[JobRef], result: Any = None, *, conn: Any = None
     ) -> None:
-        await self._backend.run(
+        await self._backend.settle(
             self._operations.complete(job, result, on_caller_connection=conn is not None), conn
         )
 
@@ -128,15 +129,15 @@ class AsyncJobQueue:
         delay: Seconds | None = None,
         conn: Any = None,
     ) -> None:
-        statement = self._operations.fail(
+        steps = self._operations.fail(
             job, reason, retry, run_at, delay, on_caller_connection=conn is not None
         )
-        await self._backend.run(statement, conn)
+        await self._backend.settle(steps, conn)
 
     async def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
-        await self._backend.run(
+        await self._backend.settle(
             self._operations.release(job, delay, on_caller_connection=conn is not None), conn
         )
 
@@ -158,7 +159,7 @@ class AsyncJobQueue:
     async def event(
         self, job: JobRef | Iterable[JobRef], kind: str, data: Any = None, *, conn: Any = None
     ) -> None:
-        await self._backend.run(self._operations.event(job, kind, data), conn)
+        await self._backend.settle(self._operations.event(job, kind, data), conn)
 
     async def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
         return await self._backend.run(self._operations.recover_stale_jobs(timeout, limit))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from howdah.database.service_task import running_job
 from howdah.encoding import payload
 from howdah.errors import HowdahError
 from howdah.model import Claim
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
     from howdah.outcome import AbortReason
 
-_current: ContextVar[Context | None] = ContextVar("howdah_context", default=None)
+_current = running_job
 
 
 class Sink(Protocol):
-    """Receives the reports of contexts."""
+    """Receives the reports of runs. A report names its run, not only its job: the worker may have claimed the
+    same job again."""
 
-    def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
-        """Receive the newest progress of a job."""
+    def progress(self, run: RunState, percent: int | None, stage: str | None) -> None:
+        """Receive the newest progress of a run."""
 
-    def event(self, job_id: UUID, kind: str, data: str) -> None:
-        """Receive an event. `data` is JSON text."""
+    def event(self, run: RunState, kind: str, data: str) -> bool:
+        """Receive an event. `data` is JSON text. False if it has to be given again: too many wait."""
 
 
 # One lock for all runs, acquired only to abort a run. It is reentrant: in a task process, the signal handler
@@ -143,14 +144,19 @@ class Context:
         if stage is not None:
             self._stage = payload.clean_text(stage, payload.STAGE_LIMIT)
         if self._sink is not None:
-            self._sink.progress(self.id, self._percent, self._stage)
+            self._sink.progress(self.run, self._percent, self._stage)
 
     def event(self, kind: str, data: Any = None) -> None:
-        """Append an event to the job's durable stream. Watchers receive it."""
+        """Append an event to the job's durable stream. Watchers receive it.
+
+        While too many events of a handler are not written yet, a `def` handler waits here. An `async def`
+        handler cannot wait here: with ten times as many, it gets `TooManyEvents`."""
         self.check()
         if self._sink is not None:
             text = payload.clean_json({} if data is None else data)
-            self._sink.event(self.id, payload.clean_text(kind, 100) or "event", text)
+            kind = payload.clean_text(kind, 100) or "event"
+            while not self._sink.event(self.run, kind, text):
+                self.check()
 
     def log(self, text: str) -> None:
         """Append a line of text to the job's stream."""
@@ -177,7 +183,7 @@ class Context:
 
 def current() -> Context:
     """The context of the job that is running."""
-    context = _current.get()
+    context: Context | None = _current.get()
     if context is None:
         raise HowdahError("howdah.current() was called outside of a running task.")
     return context

@@ -3,6 +3,10 @@
 HowdahError
 ├── NoDatabase               no database was named
 ├── DatabaseUnreachable      the database does not answer
+│   ├── DatabaseTimeout      a statement was not answered in time
+│   ├── DatabaseReadOnly     the server is read-only: a standby, or demoted
+│   ├── ConnectionLimit      the server, role, database or pooler has no free connection
+│   └── DatabaseClosed       the database accepts no connections: ALLOW_CONNECTIONS is false
 ├── DatabaseFull             the database server has no disk space left
 ├── EmbeddedServerError      the embedded server could not be found, started or stopped
 ├── SchemaMissing            the tables do not exist, and this code may not create them
@@ -11,12 +15,15 @@ HowdahError
 ├── NotPermitted             the database role lacks a privilege
 ├── InvalidOption            an option that does not exist, is out of range or contradicts another
 ├── InvalidJob               a job that may not be enqueued (.field, .index)
-│   └── PayloadTooLarge      its data are over the limit
+│   ├── PayloadTooLarge      its data are over the limit
+│   └── IdempotencyConflict  its key belongs to a job with other data (.id)
 ├── LeaseLost                the job was recovered, cancelled or claimed again (.ids)
+├── JobLocked                another transaction has locked the job, whose lease is not lost (.ids)
 ├── NotClaimed               acknowledging a job that this queue did not claim (.id)
 ├── JobNotFound              no live or finished job has that id (.id)
 ├── UnknownTask              no task with that name is registered (.name)
 ├── DuplicateTask            two tasks have the same name (.name)
+├── TooManyEvents            an async handler adds events faster than they can be written (.job_id)
 ├── TaskInFlight             a job with this idempotency key has not ended (.id)
 ├── ResultTimeout            the job did not end in time (.id)
 ├── JobFailed                the awaited job failed (.job)
@@ -54,9 +61,67 @@ class DatabaseUnreachable(HowdahError):
 
     def __init__(self, host: str, database: str, reason: str) -> None:
         self.host, self.database, self.reason = host, database, reason
-        super().__init__(
-            f'cannot reach database "{database}" at {host}: {reason}. '
+        super().__init__(self._advice())
+
+    def _advice(self) -> str:
+        return (
+            f'cannot reach database "{self.database}" at {self.host}: {self.reason}. '
             "Check that the server is up and that the URL is right."
+        )
+
+
+class DatabaseTimeout(DatabaseUnreachable):
+    """A statement was sent and not answered in time. Whether it was executed is unknown."""
+
+    def _advice(self) -> str:
+        return (
+            f'database "{self.database}" at {self.host} did not answer a statement in time: {self.reason}. '
+            "The server is busy, the statement is large or waits for a lock, or the connection is dead. "
+            "Whether it was executed is unknown."
+        )
+
+
+class DatabaseReadOnly(DatabaseUnreachable):
+    """The server answers and cannot write: it is a standby, was demoted, or is set to be read-only."""
+
+    def _advice(self) -> str:
+        return (
+            f'database "{self.database}" at {self.host} is read-only: {self.reason}. Nothing was written. '
+            "The server is a standby, was demoted, or has default_transaction_read_only = on. "
+            "Point the URL at the primary."
+        )
+
+
+class ConnectionLimit(DatabaseUnreachable):
+    """The server, the role, the database or a pooler accepts no more connections."""
+
+    def _advice(self) -> str:
+        return (
+            f'database "{self.database}" at {self.host} accepts no more connections: {self.reason}. '
+            "Raise the limit (max_connections, or CONNECTION LIMIT of the role or the database), run fewer "
+            "clients, or use a connection pooler."
+        )
+
+
+class DatabaseClosed(DatabaseUnreachable):
+    """The server answers, and the database accepts no connections: ALLOW_CONNECTIONS is false."""
+
+    def _advice(self) -> str:
+        return (
+            f'database "{self.database}" at {self.host} is closed to connections: {self.reason}. '
+            "An administrator has set ALLOW_CONNECTIONS to false, as for a restore, or a DROP DATABASE was "
+            "interrupted."
+        )
+
+
+class TooManyEvents(HowdahError):
+    """A handler in the event loop adds events faster than they can be written."""
+
+    def __init__(self, job_id: object) -> None:
+        self.job_id = job_id
+        super().__init__(
+            f"job {job_id} has too many events that are not written yet. Add fewer or smaller events, or use a "
+            "`def` handler, which waits until they are written."
         )
 
 
@@ -153,6 +218,20 @@ class PayloadTooLarge(InvalidJob):
     """A job's data are over the limit."""
 
 
+class IdempotencyConflict(InvalidJob):
+    """A job of this type with the same idempotency key and other data exists. `id` is that job's id."""
+
+    def __init__(
+        self, message: str, *, id: UUID, field: str = "idempotency_key", index: int | None = None
+    ) -> None:
+        self.id = id
+        super().__init__(message, field=field, index=index)
+
+    def at(self, index: int) -> IdempotencyConflict:
+        """The same error with the job's index in a bulk enqueue."""
+        return type(self)(self.message, id=self.id, index=index)
+
+
 class LeaseLost(HowdahError):
     """The lease was lost: the job was recovered, cancelled or claimed again. Nothing was written."""
 
@@ -162,6 +241,26 @@ class LeaseLost(HowdahError):
         super().__init__(
             f"the lease on {counted(len(self.ids), 'job')} was lost and nothing was written about them: {which}. "
             "Another worker may be running them; stop working on them."
+        )
+
+
+class JobLocked(HowdahError):
+    """Another transaction has locked the jobs for too long. Their lease was not lost, and nothing was written about
+    them. `lost` are jobs of the same call whose lease was lost. For an operator's call, `message` is the server's."""
+
+    def __init__(
+        self, ids: Iterable[UUID], *, lost: Iterable[UUID] = (), message: str | None = None
+    ) -> None:
+        self.ids, self.lost = tuple(ids), tuple(lost)
+        which = ", ".join(map(str, self.ids[:3])) + (" …" if len(self.ids) > 3 else "")
+        more = (
+            f" The lease on {counted(len(self.lost), 'other job')} was lost." if self.lost else ""
+        )
+        super().__init__(
+            message
+            or f"another transaction has locked {counted(len(self.ids), 'job')} and does not end; nothing was written "
+            f"about them: {which}. The lease is still yours: call again with these jobs. pg_stat_activity shows the "
+            f"transaction, probably as 'idle in transaction'; end it.{more}"
         )
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from howdah.encoding.safe_logger import get_logger
+
 if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.protocol.worker_statements import Claimed
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 QUEUE_LIMIT = 10_000  # state changes
 
@@ -41,8 +42,14 @@ Hook: TypeAlias = Callable[[StateChange], Awaitable[None] | None]
 class Hooks:
     """The thread that calls the hooks."""
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        report: Callable[[StateChange, BaseException], None] | None = None,
+    ) -> None:
+        """`report` logs what a hook has raised, which may be the same for every job."""
         self._hooks = hooks
+        self._report = report or _log_failure
         self._changes: queue.SimpleQueue[StateChange | None] = queue.SimpleQueue()
         self._dropped = 0
         self._thread: threading.Thread | None = None
@@ -86,12 +93,16 @@ class Hooks:
                     answer = hook(change)
                     if inspect.isawaitable(answer):
                         asyncio.run(_await(answer))
-                except BaseException:
-                    logger.warning(
-                        "state-change hook failed",
-                        exc_info=True,
-                        extra={"job_id": str(change.id), "job_type": change.job_type},
-                    )
+                except BaseException as error:
+                    self._report(change, error)
+
+
+def _log_failure(change: StateChange, error: BaseException) -> None:
+    logger.warning(
+        "state-change hook failed",
+        exc_info=error,
+        extra={"job_id": str(change.id), "job_type": change.job_type},
+    )
 
 
 async def _await(answer: Awaitable[None]) -> None:

@@ -123,7 +123,8 @@ JobRef: TypeAlias = Job | Handle | Claim | UUID | str
 class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job to be enqueued, for `enqueue_many`. Only `job_type` is required.
 
-    `run_at` (an aware datetime) and `delay` exclude each other. `keep` is the retention of the finished job;
+    `run_at` (an aware datetime) and `delay` exclude each other. `idempotency_ttl` is the lifetime of the
+    idempotency key, by default that of the queue. `keep` is the retention of the finished job;
     0 removes it as soon as it is completed.
     """
 
@@ -135,6 +136,7 @@ class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     delay: Seconds | None = None
     max_attempts: int = 3
     idempotency_key: str | None = None
+    idempotency_ttl: Seconds | None = None
     ordering_key: str | None = None
     request_id: str | None = None
     traceparent: str | None = None

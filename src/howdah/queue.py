@@ -72,6 +72,7 @@ class JobQueue:
         delay: Seconds | None = None,
         max_attempts: int = 3,
         idempotency_key: str | None = None,
+        idempotency_ttl: Seconds | None = None,
         ordering_key: str | None = None,
         request_id: str | None = None,
         traceparent: str | None = None,
@@ -81,16 +82,17 @@ class JobQueue:
     ) -> Handle:
         """Add a job and return its handle.
 
-        The job is due at once, at `run_at`, or after `delay`. A second enqueue with the same
-        `idempotency_key` returns the first job's handle, with `is_new=False`. Jobs with the same
-        `ordering_key` run strictly one at a time, in order. `conn` is your own connection (psycopg,
+        The job is due at once, at `run_at`, or after `delay`. A second enqueue of the job type with the same
+        `idempotency_key` returns the first job's handle, with `is_new=False`, during `idempotency_ttl`
+        (by default that of the queue), and raises `IdempotencyConflict` if it has other data. Jobs with the
+        same `ordering_key` run strictly one at a time, in order. `conn` is your own connection (psycopg,
         SQLAlchemy, Django; asyncpg for the async queue): the job is then enqueued in its transaction,
         and exists only if that commits.
         """
         job = self._operations.new_job(
             job_type, data, unknown, priority=priority, queue=queue, run_at=run_at, delay=delay,
-            max_attempts=max_attempts, idempotency_key=idempotency_key, ordering_key=ordering_key,
-            request_id=request_id, traceparent=traceparent, keep=keep,
+            max_attempts=max_attempts, idempotency_key=idempotency_key, idempotency_ttl=idempotency_ttl,
+            ordering_key=ordering_key, request_id=request_id, traceparent=traceparent, keep=keep,
         )  # fmt: skip
         return self._backend.enqueue(job, conn)
 
@@ -141,9 +143,10 @@ class JobQueue:
         """Complete a claimed job, or several (`result` is then a list, or None).
 
         With `conn` the job is completed in your transaction: your rows and the completion commit together
-        or not at all. Raises `LeaseLost` for jobs whose lease was lost; the others are completed.
+        or not at all. Raises `LeaseLost` for jobs whose lease was lost; the others are completed. If another
+        transaction has locked a job, waits for it, at most `command_timeout`, and then raises `JobLocked`.
         """
-        self._backend.run(
+        self._backend.settle(
             self._operations.complete(job, result, on_caller_connection=conn is not None), conn
         )
 
@@ -159,16 +162,16 @@ class JobQueue:
     ) -> None:
         """Fail a claimed job. It is retried while it has attempts left: at once, at `run_at`, or after
         `delay`. With `retry=False` it fails permanently. Raises `LeaseLost` like `complete`."""
-        statement = self._operations.fail(
+        steps = self._operations.fail(
             job, reason, retry, run_at, delay, on_caller_connection=conn is not None
         )
-        self._backend.run(statement, conn)
+        self._backend.settle(steps, conn)
 
     def release(
         self, job: JobRef | Iterable[JobRef], *, delay: Seconds | None = None, conn: Any = None
     ) -> None:
         """Release a claimed job: it returns to the queue, after `delay` if given, without using an attempt."""
-        self._backend.run(
+        self._backend.settle(
             self._operations.release(job, delay, on_caller_connection=conn is not None), conn
         )
 
@@ -193,7 +196,7 @@ class JobQueue:
         self, job: JobRef | Iterable[JobRef], kind: str, data: Any = None, *, conn: Any = None
     ) -> None:
         """Append an event to a claimed job's durable stream."""
-        self._backend.run(self._operations.event(job, kind, data), conn)
+        self._backend.settle(self._operations.event(job, kind, data), conn)
 
     def recover_stale_jobs(self, timeout: Seconds | None = None, *, limit: int = 1000) -> int:
         """Return jobs whose lease has expired to the queue; with `timeout`, instead, jobs that were claimed
@@ -202,7 +205,8 @@ class JobQueue:
 
     def cancel(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> dict[UUID, str]:
         """Cancel jobs. Returns for each unfinished job "cancelled", or "cancelling" if it is claimed; its
-        worker is then notified."""
+        worker is then notified. A job is "locked" and not cancelled if another transaction, such as that of
+        its handler, has locked it for five seconds. If all of them are locked, raises `JobLocked`."""
         return self._backend.run(self._operations.cancel(job), conn)
 
     def retry(self, job: JobRef | Iterable[JobRef], *, conn: Any = None) -> list[UUID]:

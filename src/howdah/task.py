@@ -53,8 +53,8 @@ class TaskOptions:
 
 
 _CALL_OPTIONS = (
-    "priority", "queue", "run_at", "delay", "max_attempts", "idempotency_key", "ordering_key",
-    "request_id", "traceparent", "keep", "conn",
+    "priority", "queue", "run_at", "delay", "max_attempts", "idempotency_key", "idempotency_ttl",
+    "ordering_key", "request_id", "traceparent", "keep", "conn",
 )  # fmt: skip
 
 
@@ -147,8 +147,8 @@ class Task(Generic[P, R]):
 
     def using(self, **options: Any) -> Self:
         """The same task with options for the next call: `priority`, `queue`, `run_at` or `delay`,
-        `max_attempts`, `idempotency_key`, `ordering_key`, `request_id`, `traceparent`, `keep`, and `conn`
-        to enqueue in your transaction."""
+        `max_attempts`, `idempotency_key` and its `idempotency_ttl`, `ordering_key`, `request_id`,
+        `traceparent`, `keep`, and `conn` to enqueue in your transaction."""
         for option in options:
             if option not in _CALL_OPTIONS:
                 raise InvalidOption.unknown(option, _CALL_OPTIONS)
@@ -189,8 +189,8 @@ class Task(Generic[P, R]):
         """Run a job in this process, durably: if the process is killed, a worker runs the job.
 
         Returns the result. A second call with the same `idempotency_key` returns the stored result, or
-        raises `TaskInFlight` while the job has not ended. If the function raises, the exception is raised
-        here, and a worker retries the job according to its retry policy."""
+        raises `TaskInFlight` while the job has not ended; if that job failed, a new one runs. If the function
+        raises, the exception is raised here, and a worker retries the job according to its retry policy."""
         return cast("R", self.app._run(self, self._job_to_run(args, kwargs)))
 
     async def arun(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -263,6 +263,10 @@ def task_options(
 
 
 def executor_of(function: Callable[..., Any], run_in: RunIn | None) -> RunIn:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise InvalidOption(
+            f"{function.__name__} is a generator, because it contains yield; a task returns its result."
+        )
     is_async = inspect.iscoroutinefunction(function)
     if run_in is None:
         return "async" if is_async else "thread"

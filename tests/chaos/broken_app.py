@@ -13,6 +13,7 @@ from howdah.chaos.processes.app import app
 from howdah.chaos.processes.environment import EFFECTS
 from howdah.context import Context, current
 from howdah.execution.handler import aexecute
+from howdah.execution.heartbeat import Heartbeat
 from howdah.outcome import Completed, Outcome
 from howdah.worker import runner
 
@@ -59,6 +60,9 @@ match BROKEN:
         runner.aexecute = acknowledge_first  # type: ignore[attr-defined]
     case "two transactions":
         app.tasks["chaos.once"].function = two_transactions
+    case "keep lost runs":
+        # Otherwise the heartbeat mostly aborts a lost run before it can report.
+        Heartbeat._abort_lost_and_cancelled = lambda *_: None  # type: ignore[method-assign]
 
 assert chaos._ledger is not None
 chaos._ledger.write("note", text=f"broken: {BROKEN}")

@@ -98,6 +98,11 @@ def environment_scenarios() -> list[Scenario]:
     return list(importlib.import_module("scenarios").SCENARIOS)
 
 
+def missing_scenarios() -> dict[str, str]:
+    """The scenarios that cannot run here, by name, and why."""
+    return dict(importlib.import_module("scenarios").MISSING)
+
+
 def mixed_scenarios() -> list[Scenario]:
     """Several scenarios at once."""
     return [
@@ -215,6 +220,8 @@ def run_full(console: Console, options: argparse.Namespace) -> bool:
         if len(chosen) < len(set(options.scenario)):
             names = ", ".join(each.name for each in (*single_scenarios(), *mixed_scenarios()))
             raise SystemExit(f"unknown scenario; known: {names}")
+    for name, reason in missing_scenarios().items():
+        console.print(f"[yellow]not run: {name}:[/] {reason}")
     unit = max(
         8.0,
         (options.seconds - OVERHEAD_SECONDS * len(chosen)) / sum(weight for _, weight in chosen),
@@ -251,6 +258,7 @@ def run_full(console: Console, options: argparse.Namespace) -> bool:
                     seconds=seconds,
                     postgresql=series.version(),
                     short=missed_minimums(verdicts, 1.0),
+                    missing=missing_scenarios(),
                 )
             )
         if options.json is not None:

@@ -10,7 +10,7 @@ from howdah.chaos.checker import PROMISES
 from howdah.chaos.report import median
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from howdah.chaos.run import Verdict
     from howdah.chaos.scenario import Scenario
@@ -42,8 +42,10 @@ def page(
     seconds: float,
     postgresql: str,
     short: Sequence[str] = (),
+    missing: Mapping[str, str] | None = None,
 ) -> str:
-    """The page. `short` lists the minimum counts that the run did not reach."""
+    """The page. `short` lists the minimum counts that the run did not reach, `missing` the scenarios that could not
+    run, with the reasons."""
     verdicts = [verdict for _, verdict in done]
     jobs = sum(verdict.acknowledged for verdict in verdicts)
     broken = sum(len(verdict.findings) + len(verdict.notes) for verdict in verdicts)
@@ -67,6 +69,9 @@ def page(
         counts = [str(verdict.broken().get(promise, 0)) for promise in PROMISES]
         hits = f"{sum(verdict.hits.values()):,}"
         text += _row(scenario.about or scenario.name, f"{verdict.acknowledged:,}", hits, *counts)
+    if missing:
+        text += "\nNot run:\n\n"
+        text += "".join(f"- {name}: {reason}\n" for name, reason in missing.items())
     text += "\n| | promise |\n|---|---|\n"
     text += "".join(f"| {promise} | {what} |\n" for promise, what in PROMISES.items())
     text += "\n## Recovery time\n\n"

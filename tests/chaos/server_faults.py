@@ -136,6 +136,32 @@ class BadNetwork(Scenario):
                     self.proxy.black_hole(False)
 
 
+class ReadOnlyFlips(Scenario):
+    """The server is read-only for a while, as a demoted primary is. Sessions that began then stay so."""
+
+    name = "read-only flips"
+    about = "the server becomes read-only and every connection is terminated, then it can be written again"
+    first_seconds = 2.0
+    every_seconds = 6.0
+
+    def draw(self, random: Random) -> tuple[str, dict[str, Any]]:
+        return "read-only server", {"seconds": round(random.uniform(0.5, 3), 2)}
+
+    def inject(self, run: RunContext, fault: Fault) -> None:
+        with (
+            psycopg.connect(run.place.checker, autocommit=True) as conn,
+            run.fault(fault.name, scope="server"),
+        ):
+            conn.execute("SET default_transaction_read_only = off")
+            database = f"ALTER DATABASE {conn.info.dbname}"
+            conn.execute(f"{database} SET default_transaction_read_only = on".encode())
+            try:
+                conn.execute(f"SELECT pg_terminate_backend(pid) FROM ({_BACKENDS}) AS b".encode())
+                run.sleep(fault.detail["seconds"])
+            finally:
+                conn.execute(f"{database} RESET default_transaction_read_only".encode())
+
+
 _BACKENDS = """
     SELECT pid FROM pg_stat_activity
     WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()
@@ -163,4 +189,5 @@ SERVER_SCENARIOS: tuple[type[Scenario], ...] = (
     KillBackends,
     TerminateBackends,
     BadNetwork,
+    ReadOnlyFlips,
 )

@@ -22,6 +22,7 @@ class Story:
         self.rows: list[Row] = []
         self.errors: list[tuple[str, int]] = []
         self.effects: dict[str, int] = {}
+        self.reports: set[tuple[str, str]] = set()
 
     def line(self, t: float, kind: str, pid: int = 10, **fields: Any) -> Story:
         self.lines.append(Line(len(self.lines) + 1, t, pid, kind, fields))
@@ -63,7 +64,7 @@ class Story:
         return self
 
     def findings(self) -> list[Finding]:
-        database = Database(self.rows, self.errors, self.effects)
+        database = Database(self.rows, self.errors, self.effects, frozenset(self.reports))
         return Checker(History(self.lines), database, lease=LEASE).check()
 
     def broken(self) -> list[str]:
@@ -129,6 +130,27 @@ def test_two_live_leases_of_one_job_break_p3() -> None:
     assert story.broken() == ["P3"]
     late = killed(Story().enqueue(0, JOB).claim(1, "a"), 1.1).claim(3.5, "b", 11, claims=2)
     assert late.work(3.6, "b", 11).ack(3.8, "b", 11).row(fence="b").broken() == []
+
+
+@pytest.mark.parametrize(
+    ("by", "begin", "end", "early"),
+    [
+        (3600, 1.5, 9, True),  # ahead: every lease has expired
+        (3600, 0.1, 9, False),  # the lease was set after the jump
+        (3600, 0.1, 1.5, False),  # a clock that comes back from ahead prolongs leases
+        (-3600, 1.5, 9, False),  # so does one that goes back
+        (-3600, 0.1, 1.8, True),  # one that comes back from behind jumps ahead
+    ],
+)
+def test_only_a_jump_ahead_of_the_servers_clock_ends_a_lease_early(
+    by: int, begin: float, end: float, early: bool
+) -> None:
+    fault = {"fault": 5, "name": "clock", "scope": "clock", "by": by}
+    story = Story().enqueue(0, JOB).line(begin, "fault", 1, phase="begin", **fault)
+    story.claim(1, "a").line(1.1, "start", job=JOB, fence="a", attempt=1)
+    story.claim(2, "b", 11, claims=2, attempt=2).work(2.1, "b", 11).ack(2.3, "b", 11)
+    story.line(end, "fault", 1, phase="end", **fault)
+    assert ("P3" not in story.row(fence="b", attempts=2).broken()) is early
 
 
 def test_two_concurrent_claims_that_both_returned_the_job_break_p3() -> None:
@@ -200,6 +222,19 @@ def test_a_write_under_a_stale_fence_breaks_p3_if_it_was_sent_after_the_next_cla
     story.claim(5, "b", 11, claims=2, attempt=2).work(5.1, "b", 11)
     story.ack(asked, "a", what="fail", final=False).ack(5.5, "b", 11)
     assert story.row(fence="b", attempts=2).broken() == broken
+
+
+@pytest.mark.parametrize(
+    ("at", "accepted", "broken"), [(6, True, ["P3"]), (6, False, []), (2, True, [])]
+)
+def test_a_report_of_a_stale_run_breaks_p3_if_it_is_in_the_database(
+    at: float, accepted: bool, broken: list[str]
+) -> None:
+    story = killed(Story().enqueue(0, JOB).claim(1, "a"), 1.5).claim(5, "b", 11, claims=2)
+    story.line(at, "report", 10, job=JOB, fence="a", attempt=1)
+    story.reports = {(JOB, "a")} if accepted else set()
+    story.work(7.1, "b", 11).ack(7.3, "b", 11).row(fence="b")
+    assert story.broken() == broken
 
 
 def test_attempts_over_the_maximum_break_p4() -> None:
@@ -366,7 +401,7 @@ def test_a_worker_that_reconnects_later_than_five_seconds_after_the_fault_breaks
 
 @pytest.mark.parametrize(
     ("function", "claimed", "broken"),
-    [("run_maintenance", 69.9, []), ("run_maintenance", 9.9, ["P9"]), ("complete_jobs", 69.9, ["P9"])],
+    [("run_due_duty", 69.9, []), ("run_due_duty", 9.9, ["P9"]), ("complete_jobs", 69.9, ["P9"])],
 )  # fmt: skip
 def test_maintenance_without_a_reply_breaks_nothing_while_claims_get_replies(
     function: str, claimed: float, broken: list[str]

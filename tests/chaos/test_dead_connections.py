@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LATEST = "SELECT max(last_run_at) FROM howdah.maintenance WHERE duty IN ('recover', 'keys')"
 WAITING_STATEMENTS = (
-    "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%run_maintenance()%' "
+    "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%run_due_duty(%' "
     "AND wait_event_type = 'Lock' AND datname = current_database()"
 )
 
@@ -72,7 +72,7 @@ def test_a_bare_queue_worker_whose_connection_died_records_it_and_reconnects(
         until(lambda: lines("ack-accepted"), "the worker completed a job")
         faulty_proxy.black_hole(True)
         until(lambda: lines("trouble"), "a statement timed out", 60)
-        assert lines("trouble")[0]["function"] in ("claim_job_batch", "run_maintenance")
+        assert lines("trouble")[0]["function"] in ("claim_job_batch", "run_due_duty")
         assert lines("trouble")[0]["claimed"] > 0
         faulty_proxy.black_hole(False)
         queue.enqueue(BARE, {"seconds": 0, "failures": 0})

@@ -10,8 +10,11 @@ import psycopg
 import pytest
 from stage import HOWDAH, Terminal, fill, invoke, objects
 
+from children import Children
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from click.testing import Result
     from stage import Run, Shop
@@ -27,12 +30,13 @@ def filled_shop(databases: Databases, template: str) -> Shop:
 
 @pytest.fixture
 def shop(filled_shop: Shop) -> Shop:
-    """A database with jobs in every state and recent throughput. Tests only read it."""
+    """A database with jobs in every state and recent throughput, and a worker that is alive. Tests only read it."""
     with psycopg.connect(filled_shop.url, autocommit=True) as conn:
         conn.execute(
             "UPDATE howdah.throughput "
             "SET bucket = date_bin('10 seconds', clock_timestamp(), timestamptz '2000-01-01')"
         )
+        conn.execute("UPDATE howdah.workers SET seen_at = clock_timestamp()")
     return filled_shop
 
 
@@ -95,6 +99,14 @@ def _doing(work: Callable[[], None]) -> Iterator[None]:
 def meanwhile() -> Callable[[Callable[[], None]], Any]:
     """Runs a function in another thread during a `with` block."""
     return _doing
+
+
+@pytest.fixture
+def children(tmp_path: Path, database: str) -> Iterator[Children]:
+    """Starts `howdah worker` in child processes, which end with the test."""
+    children = Children(tmp_path, database)
+    yield children
+    children.close()
 
 
 @pytest.fixture

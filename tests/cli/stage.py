@@ -87,12 +87,11 @@ def fill(url: str) -> Shop:
             "'{resize,export,charge}', '{100}', '{\"concurrency\": 8, \"running\": 1}')"
         )
         conn.execute(
-            'SELECT howdah.add_throughput(\'worker-1\', \'[{"queue": "default", "job_type": "resize",'
-            ' "completed": 600, "failed": 30, "retried": 0, "cancelled": 0, "wait_seconds": 63.0,'
+            "SELECT howdah.beat_worker('worker-1', NULL, "
+            '\'[{"queue": "default", "job_type": "resize", "completed": 600,'
+            ' "failed": 30, "retried": 0, "cancelled": 0, "wait_seconds": 63.0,'
             ' "run_seconds": 1260.0}]\')'
         )
-        # A heartbeat in the future: the worker counts as alive however long the tests take.
-        conn.execute("UPDATE howdah.workers SET seen_at = clock_timestamp() + interval '1 day'")
     queue.close()
     return Shop(
         url=url, completed=completed, failed=failed, cancelled=cancelled, running=running,

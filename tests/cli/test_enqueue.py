@@ -121,9 +121,12 @@ def test_a_bare_job_needs_no_app(run: Run, queue: JobQueue, read_json: Any) -> N
     assert answer["is_new"] is True
     assert (job.job_type, job.queue, job.priority) == ("send-email", "mail", 30)
     assert job.data == {"to": "alice", "n": 3}
-    again = run("enqueue", "--type", "send-email", "--key", "welcome")
+    again = run("enqueue", "--type", "send-email", "to=alice", "n=3", "--key", "welcome")
     assert again.stdout == f"{job.id}\n"
     assert again.stderr == "A job with this key was enqueued before; this is its id.\n"
+    other = run("enqueue", "--type", "send-email", "to=bob", "--key", "welcome")
+    assert (other.exit_code, other.stdout) == (2, "")
+    assert str(job.id) in other.stderr
 
 
 def test_data_is_json_to_which_arguments_are_added(run: Run, queue: JobQueue) -> None:

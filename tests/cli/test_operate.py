@@ -128,6 +128,25 @@ def test_more_jobs_than_a_batch_are_changed_once_each(
     assert sum(queue.counts().values()) == 0
 
 
+@pytest.mark.parametrize("batch", [1, 2, 500])
+def test_locked_jobs_are_named_and_the_others_are_cancelled(
+    run: Run, queue: JobQueue, connect: Any, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr("howdah.cli.commands.operate.BATCH_JOBS", batch)
+    handles = [queue.enqueue("work") for _ in range(3)]
+    with connect().transaction() as transaction:
+        transaction.connection.execute(
+            "SELECT FROM howdah.live_jobs WHERE id = %s FOR UPDATE", (handles[1].id,)
+        )
+        answer = run("cancel", "--where", "type=work", "--yes")
+    assert (answer.exit_code, answer.stdout) == (1, "2 jobs cancelled.\n")
+    assert (
+        f"1 job was not cancelled, because another transaction has locked it: {handles[1].id}"
+        in (answer.stderr)
+    )
+    assert [queue.get(each).status for each in handles] == ["cancelled", "pending", "cancelled"]
+
+
 def test_many_jobs_show_a_progress_bar_in_a_terminal(
     terminal: Any, database: str, queue: JobQueue
 ) -> None:

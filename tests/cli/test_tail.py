@@ -55,6 +55,24 @@ def test_tail_of_an_empty_queue_says_so(run: Run) -> None:
     assert result.stderr == "Nothing happened in the last 1 h.\n"
 
 
+def test_tail_ignores_partitions_that_howdah_has_not_made(
+    run: Run, queue: JobQueue, connect: Any
+) -> None:
+    queue.enqueue("work")
+    job = queue.claim_one(["work"])
+    assert job is not None
+    queue.complete(job)
+    conn = connect()
+    conn.execute(
+        "CREATE TABLE howdah.archive PARTITION OF howdah.finished_jobs "
+        "FOR VALUES FROM ('2001-01-01') TO ('2001-01-02')"
+    )
+    conn.execute("UPDATE howdah.finished_jobs SET drop_on = '2001-01-01'")
+    result = run("tail", "--no-follow")
+    assert result.exit_code == 0, result.output
+    assert ids(result.stdout) == [str(job.id)]  # its enqueue
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_tail_fits_a_terminal(terminal: Any, shop: Shop, width: int) -> None:
     seen = terminal("tail", "--no-follow", "--lines", 50, "--database", shop.url, width=width)

@@ -24,18 +24,11 @@ from children import HERE, Child, Children, all_ended, is_alive, offspring, unti
 from howdah.cli import main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from howdah import JobQueue
     from howdah.embedded import EmbeddedServer
-
-
-@pytest.fixture
-def children(tmp_path: Path, database: str) -> Iterator[Children]:
-    children = Children(tmp_path, database)
-    yield children
-    children.close()
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ from howdah import (
     LeaseLost,
     SchemaMissing,
 )
-from howdah.database import async_store
-from howdah.database.async_store import KEPT_CONNECTIONS, AsyncStore
+from howdah.database import loop_pool
+from howdah.database.async_store import AsyncStore
+from howdah.database.loop_pool import KEPT_CONNECTIONS
 from howdah.database.retry_loop import POOL_CONNECTIONS, TIMEOUT_SECONDS
 from howdah.database.store import Store, _stores
 from howdah.embedded import EmbeddedServer
@@ -109,7 +110,7 @@ def test_an_unanswered_enqueue_with_an_idempotency_key_is_new_when_it_is_resent(
     proxy.cut(b"cut-here", executed=True)
     handle = cut_queue.enqueue("cut-here", idempotency_key="k")
     assert handle.is_new
-    assert queue.enqueue("other", idempotency_key="k") == Handle(handle.id, False)
+    assert queue.enqueue("cut-here", idempotency_key="k") == Handle(handle.id, False)
     assert queue.pending() == 1
 
 
@@ -265,11 +266,11 @@ def test_a_stopped_server_is_reported_within_the_timeout(own_server: EmbeddedSer
 async def test_a_statement_without_an_answer_fails_after_its_timeout(database: str) -> None:
     sleep = Statement("test", "SELECT pg_sleep(3600)::text", (), len)
     store = Store(database, "howdah", timeout=1, command_timeout=0.2)
-    with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. Check"):
+    with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. The server is busy"):
         await asyncio.to_thread(store.run, sleep)
     store.close()
     astore = AsyncStore(database, "howdah", timeout=1, command_timeout=0.2)
-    with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. Check"):
+    with pytest.raises(DatabaseUnreachable, match=r"no answer within 0\.2 s\. The server is busy"):
         await astore.run(sleep)
     await astore.close()
 
@@ -556,12 +557,12 @@ async def store(database: str) -> AsyncIterator[AsyncStore]:
 
 async def test_successive_statements_use_the_same_connection(store: AsyncStore) -> None:
     assert len({await store.run(PID) for _ in range(20)}) == 1
-    assert len(store._kept) == 1
+    assert len(store._pools.get().kept) == 1
 
 
 async def test_kept_connections_do_not_block_other_callers(store: AsyncStore) -> None:
     await asyncio.gather(*(store.run(SLEEP) for _ in range(3 * POOL_CONNECTIONS)))
-    assert len(store._kept) == KEPT_CONNECTIONS
+    assert len(store._pools.get().kept) == KEPT_CONNECTIONS
     await asyncio.gather(*(store.run(SLEEP) for _ in range(3 * POOL_CONNECTIONS)))
 
 
@@ -569,7 +570,7 @@ async def test_a_connection_that_was_idle_for_long_is_replaced(
     store: AsyncStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await store.run(PID)
-    monkeypatch.setattr(async_store, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(loop_pool, "KEPT_SECONDS", 0.0)
     assert await store.run(PID) != first
 
 
@@ -586,11 +587,11 @@ async def test_a_connection_whose_statement_was_cancelled_is_not_kept(
             "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'SELECT pg_sleep(60)%' AND state = 'active'"
         ).fetchone()
     )
-    assert not store._kept
+    assert not store._pools.get().kept
     long.cancel()
     with pytest.raises(asyncio.CancelledError):
         await long
-    assert not store._kept
+    assert not store._pools.get().kept
     assert await store.run(PID)
 
 
@@ -600,10 +601,10 @@ async def test_closing_while_a_statement_is_in_flight_leaves_no_connection(
     pid = await store.run(PID)
     in_flight = asyncio.create_task(store.run(SLEEP))
     await asyncio.sleep(0)
-    assert not store._kept  # the statement has taken it
+    assert not store._pools.get().kept  # the statement has taken it
     await store.close()
     await in_flight
-    assert not store._kept
+    assert not store._pools.get().kept
     left = connect().execute("SELECT count(*) FROM pg_stat_activity WHERE pid = %s", [pid])
     assert left.fetchone() == (0,)
 
@@ -632,4 +633,25 @@ def test_an_async_queue_can_be_used_in_one_event_loop_after_another(database: st
     assert asyncio.run(use_and_close()) == 10
     asyncio.run(use())  # and left open
     assert asyncio.run(use_and_close()) == 20
+    assert len(queue._backend.store._pools._values) == 1  # those of closed loops were dropped
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_async_queue_can_be_used_in_several_event_loops_at_once(database: str) -> None:
+    queue = AsyncJobQueue(database)
+    together = threading.Barrier(6)
+
+    async def use() -> None:
+        together.wait(20)
+        for _ in range(5):
+            await asyncio.gather(*(queue.enqueue("a") for _ in range(4)))
+        await queue.close()
+
+    with ThreadPoolExecutor(6) as threads:
+        for used in [threads.submit(lambda: asyncio.run(use())) for _ in range(6)]:
+            used.result(60)
+    other = JobQueue(database)
+    assert other.pending() == 6 * 5 * 4
+    other.close()
     gc.collect()

@@ -60,12 +60,13 @@ def test_a_new_run_of_a_job_is_not_aborted_for_the_lost_lease_of_the_old_run(
     monkeypatch.setattr(store, "run", run_late)
     heartbeat.beat()
     assert heartbeat.runs() == runs
-    assert aborted == []
-    assert runs[0].abort_reason is None
+    # The new claim has taken the lease of the old run.
+    assert aborted == [first]
+    assert (first.abort_reason, runs[0].abort_reason) == ("lost", None)
     # The new run is aborted when its own lease is lost.
     queue.fail(handle.id, reason="again", retry=True)
     heartbeat.beat()
-    assert aborted == runs
+    assert aborted == [first, *runs]
     assert runs[0].abort_reason == "lost"
 
 
@@ -83,3 +84,16 @@ def test_the_start_of_a_run_is_written_only_after_suspect_seconds(
     run.started -= SUSPECT_SECONDS
     heartbeat.beat()
     assert connect().execute(status).fetchone() == ("running",)
+
+
+def test_a_beat_that_always_fails_is_logged_once_a_minute(
+    queue: JobQueue, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.enqueue("nap")
+    heartbeat = Heartbeat(store, WorkerStatements("missing"), LEASE, lambda run: None)
+    heartbeat.add(claim(queue))
+    for _ in range(5):
+        assert not heartbeat._try(heartbeat.beat)
+    (record,) = caplog.records
+    assert record.message == "heartbeat failed; retrying"
+    assert record.exc_info is not None

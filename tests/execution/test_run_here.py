@@ -21,9 +21,9 @@ from howdah import (
     Cancel,
     Context,
     HowdahError,
+    IdempotencyConflict,
     InvalidOption,
     JobCancelled,
-    JobFailed,
     LeaseLost,
     Retry,
     Snooze,
@@ -92,7 +92,7 @@ def test_a_second_run_under_one_key_gives_the_stored_result(sync_app: App) -> No
         return x
 
     keyed = once.using(idempotency_key="once-1")
-    assert [keyed.run(1), keyed.run(2), once.run(3)] == [1, 1, 3]
+    assert [keyed.run(1), keyed.run(1), once.run(3)] == [1, 1, 3]
     assert ran == [1, 3]
 
 
@@ -111,11 +111,13 @@ def test_a_run_under_a_key_whose_job_is_in_flight_raises_task_in_flight(sync_app
     thread.start()
     assert began.wait(120)
     with pytest.raises(TaskInFlight, match="has not ended; wait for its result"):
-        keyed.run(2)
+        keyed.run(1)
     release.set()
     thread.join(120)
     assert results == [1]
-    assert keyed.run(2) == 1
+    assert keyed.run(1) == 1
+    with pytest.raises(IdempotencyConflict, match="which has other data"):
+        keyed.run(2)
 
 
 async def test_an_exception_is_raised_to_the_caller_and_a_worker_retries_the_job(
@@ -138,16 +140,17 @@ async def test_an_exception_is_raised_to_the_caller_and_a_worker_retries_the_job
     assert await second_time.using(idempotency_key="second").arun() == 2
 
 
-def test_a_second_run_under_the_key_of_a_failed_job_raises_job_failed(sync_app: App) -> None:
+def test_a_second_run_under_the_key_of_a_failed_job_runs_again(sync_app: App) -> None:
     @sync_app.task(max_attempts=1)
-    def hopeless() -> None:
-        raise ValueError("no")
+    def strict(x: int) -> int:
+        if x < 0:
+            raise ValueError("no")
+        return x
 
-    keyed = hopeless.using(idempotency_key="hopeless")
+    keyed = strict.using(idempotency_key="strict")
     with pytest.raises(ValueError, match="no"):
-        keyed.run()
-    with pytest.raises(JobFailed, match="ValueError: no"):
-        keyed.run()
+        keyed.run(-1)
+    assert keyed.run(1) == 1
 
 
 def test_a_run_can_cancel_or_snooze_its_job(sync_app: App) -> None:

@@ -11,6 +11,7 @@ import pytest
 from howdah import Context, JobCancelled, JobFailed, JobNotFound, ResultTimeout, Retry, Status
 from howdah.database import listener
 from howdah.execution import watch
+from howdah.protocol.worker_statements import WorkerStatements
 from waiting import eventually
 
 if TYPE_CHECKING:
@@ -278,3 +279,30 @@ async def test_many_waiters_share_one_listening_connection(
     assert listening.fetchone()[0] <= 2  # type: ignore[index] # the worker's, and the watchers'
     gate.release.set()
     assert await asyncio.gather(*waiting) == ["done"] * 20
+
+
+async def test_waiters_that_poll_read_together(
+    app: App, stepping: Any, gate: Gate, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without notifications, as through a pooler in transaction mode."""
+    monkeypatch.setattr(listener.Listener, "start", lambda listener: None)
+    monkeypatch.setattr(watch, "CONNECT_TIMEOUT_SECONDS", 0.0)
+    sent: list[int] = []
+    read = WorkerStatements.get_many
+
+    def counted(statements: WorkerStatements, ids: list[Any]) -> Any:
+        sent.append(len(ids))
+        return read(statements, ids)
+
+    monkeypatch.setattr(WorkerStatements, "get_many", counted)
+    handles = await stepping.aenqueue_many([()] * 200)
+    waiting = [asyncio.create_task(handle.aresult(120)) for handle in handles]
+    await eventually(lambda: len(app._watcher()._watched) == 200)
+    await eventually(lambda: len(sent) >= 4)
+    for task in waiting[:50]:  # a waiter that gives up does not harm the others
+        task.cancel()
+    gate.release.set()
+    assert await asyncio.gather(*waiting[50:]) == ["done"] * 150
+    # If each read by itself, most statements would be for one job.
+    assert len(sent) < 60
+    assert max(sent) == 200

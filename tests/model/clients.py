@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 CLIENTS = 3
 OBSERVER = CLIENTS  # reads only what is committed
 JOB_TABLES = (
-    "live_jobs", "finished_jobs", "lanes", "idempotency_keys", "unassigned_keys", "job_events",
+    "live_jobs", "extended_leases", "finished_jobs", "lanes", "idempotency_keys", "freed_keys", "unassigned_keys",
+    "job_events",
 )  # fmt: skip
 
 
@@ -47,7 +48,10 @@ class Clients:
             connection.autocommit = True
         for table in JOB_TABLES:
             self.run(OBSERVER, f"DELETE FROM {table}")
-        self.run(OBSERVER, "UPDATE maintenance SET due_at = 'infinity', reached = '-infinity'")
+        self.run(
+            OBSERVER,
+            "UPDATE maintenance SET due_at = 'infinity', reached = '-infinity', observed = '-infinity', state = '{}'",
+        )
 
     def run(self, client: int, text: str, *parameters: object) -> list[dict[str, Any]]:
         single = len(parameters) == 1 and isinstance(parameters[0], dict)

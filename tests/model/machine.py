@@ -177,8 +177,8 @@ def enqueue(walk: Protocol, choice: Choice) -> None:
 def enqueue_again(walk: Protocol, choice: Choice) -> None:
     view = walk.system.reference.view(choice.client)
     for job_id in walk.ids(choice)[:1]:
-        if job_id in view and view[job_id].spec.once is None:
-            walk.system.enqueue_again(choice.client, job_id)
+        if job_id in view:
+            walk.system.enqueue_again(choice.client, job_id, again=choice.yes)
 
 
 @action(lambda walk: not walk.system.reference.open)
@@ -203,6 +203,7 @@ def claim(walk: Protocol, choice: Choice) -> None:
         ignore_heads=choice.yes,
         started=choice.either,
         moves_head=choice.places[0] % 2 == 0 and not walk.system.is_open(choice.client),
+        alone=choice.places[-1] % 3 > 0,
     )
 
 
@@ -270,10 +271,22 @@ def leases_run_out(walk: Protocol, choice: Choice) -> None:
     walk.system.recover(choice.client)
 
 
+@action(lambda walk: is_claimed(walk) and not walk.system.reference.open)
+def a_lock_outlasts_the_lease(walk: Protocol, choice: Choice) -> None:
+    claims = walk.claims(choice)
+    walk.system.begin(1)
+    walk.system.cancel(1, [claim.id for claim in claims])
+    walk.system.pass_time(1)
+    walk.system.extend(0, claims)
+    if choice.n:
+        walk.system.rollback(1)
+        walk.system.recover(choice.client)
+
+
 @action(lambda walk: is_pending(walk) and not walk.system.is_open(0))
 def a_worker_dies_again_and_again(walk: Protocol, choice: Choice) -> None:
     for _ in range([1, 1, 2, 13][choice.n]):
-        if not walk.system.claim(0, batch=1):
+        if not walk.system.claim(0, batch=1, alone=choice.yes):
             break
         walk.system.pass_time(1)
         walk.system.recover(0)
@@ -281,7 +294,8 @@ def a_worker_dies_again_and_again(walk: Protocol, choice: Choice) -> None:
 
 @action(always, weight=2)
 def maintain(walk: Protocol, choice: Choice) -> None:
-    walk.system.run_duty(["keys", "sweep", "recover", "prune"][choice.n])
+    duties = ["keys", "sweep", "recover", "late" if choice.yes else "prune"]
+    walk.system.run_duty(duties[choice.n])
 
 
 @action(is_pending)

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 REFUNDS = 10
 MARGIN = timedelta(seconds=1)
+GAP = timedelta(seconds=0.25)
 HOUR = timedelta(hours=1)
 
 Lane = tuple[str, int]  # job type and priority; the queue is always the same
 Heads = dict[Lane, datetime | None]
 Lock = Literal["update", "no key update"]
+Once = tuple[str, str]  # job type and idempotency key
+Owner = tuple["UUID", timedelta]  # the job that took it, and how long the key still lives
+Fence = tuple["UUID", "UUID"]  # job and lease
+RETAKEN = timedelta(days=7)
 
 
 class Violation(AssertionError):
@@ -88,6 +93,10 @@ class ModelJob:
     def refundable(self) -> bool:
         return not self.started and self.claims - self.attempts < REFUNDS
 
+    @property
+    def suspect(self) -> bool:
+        return self.claims > self.attempts
+
     def at(self) -> datetime:
         assert isinstance(self.run_at, datetime), "not yet compared with the database"
         return self.run_at
@@ -99,7 +108,9 @@ class Transaction:
 
     wrote: dict[UUID, ModelJob] = field(default_factory=dict)
     locks: dict[UUID, Lock] = field(default_factory=dict)
-    once: dict[str, tuple[UUID, timedelta]] = field(default_factory=dict)
+    once: dict[Once, Owner] = field(default_factory=dict)  # taken, so that the rows are locked
+    freed: set[tuple[Once, UUID]] = field(default_factory=set)  # locks nothing
+    extended: dict[Fence, timedelta] = field(default_factory=dict)
     unassigned_keys: list[str] = field(default_factory=list)
     to_assign: list[tuple[str, int]] = field(default_factory=list)
     drained: int = 0
@@ -111,7 +122,10 @@ class Reference:
 
     def __init__(self) -> None:
         self.jobs: dict[UUID, ModelJob] = {}
-        self.once: dict[str, tuple[UUID, timedelta]] = {}
+        self.once: dict[Once, Owner] = {}
+        self.extended: dict[
+            Fence, timedelta
+        ] = {}  # how long heartbeats that met a lock still count
         self.unassigned_keys: list[str] = []
         self.open: dict[int, Transaction] = {}
         self.heads: Heads = {}  # as the current transaction sees them
@@ -145,6 +159,12 @@ class Reference:
                 self.endings[job_id] = 0
         self.jobs.update(done.wrote)
         self.once.update(done.once)
+        for fence, left in done.extended.items():
+            self.extended[fence] = max(left, self.extended.get(fence, left))
+        for once, freed_by in done.freed:
+            # Another job may have taken the key meanwhile, after its lifetime.
+            if self.once.get(once, (None, None))[0] == freed_by:
+                del self.once[once]
         self.unassigned_keys = self.unassigned_keys[done.drained :] + done.unassigned_keys
 
     def rollback(self, client: int) -> Transaction:
@@ -161,15 +181,18 @@ class Reference:
 
     def pass_time(self, by: timedelta) -> None:
         held: set[UUID] = set()
-        keys: set[str] = set()
+        keys: set[Once] = set()
+        for extended in (self.extended, *(each.extended for each in self.open.values())):
+            for fence in extended:
+                extended[fence] -= by
         for transaction in self.open.values():
             transaction.passed += by
             held.update(transaction.locks)
             keys.update(transaction.once)
             for job_id, job in transaction.wrote.items():
                 transaction.wrote[job_id] = _later(job, by)
-            for key, (owner, left) in transaction.once.items():
-                transaction.once[key] = owner, left - by
+            for key, taken in transaction.once.items():
+                transaction.once[key] = taken[0], taken[1] - by
         for job_id, job in self.jobs.items():
             if job_id not in held:
                 self.jobs[job_id] = _later(job, by)
@@ -192,21 +215,42 @@ class Reference:
     def enqueue(
         self, client: int, jobs: Sequence[tuple[UUID, Spec]], *, again: bool = False
     ) -> list[tuple[UUID, bool]]:
-        transaction = self.open[client]
         answer = []
         for job_id, spec in jobs:
-            owner = job_id
-            if spec.once is not None:
-                known = transaction.once.get(spec.once) or self.once.get(spec.once)
-                if known is None or known[1] <= timedelta():
-                    known = job_id, HOUR
-                transaction.once[spec.once] = known
-                owner = known[0]
-            fresh = owner == job_id and job_id not in self.view(client)
+            owner, exists = job_id, job_id in self.view(client)
+            if not exists:
+                owner = self._take_once(client, job_id, spec, HOUR)
+            fresh = owner == job_id and not exists
             answer.append((owner, fresh or (again and owner == job_id)))
             if fresh:
                 self._insert(client, job_id, spec, spec.delay * HOUR, events=0)
         return answer
+
+    def owner_of_once(self, client: int, once: Once) -> Owner | None:
+        transaction = self.open[client]
+        owner = transaction.once.get(once, self.once.get(once))
+        return None if owner is None or (once, owner[0]) in transaction.freed else owner
+
+    def _take_once(self, client: int, job_id: UUID, spec: Spec, ttl: timedelta) -> UUID:
+        """Take the job's idempotency key. Returns the job that owns it."""
+        if spec.once is None:
+            return job_id
+        once = spec.job_type, spec.once
+        known = self.owner_of_once(client, once)
+        if known is None or known[1] <= timedelta():
+            known = job_id, ttl
+            self.open[client].once[once] = known
+            self.open[client].freed.discard((once, job_id))
+        return known[0]
+
+    def _free_once(self, client: int, job: ModelJob) -> None:
+        """Free the key, if it is still the job's."""
+        if job.spec.once is None:
+            return
+        once = job.spec.job_type, job.spec.once
+        known = self.owner_of_once(client, once)
+        if known is not None and known[0] == job.id:
+            self.open[client].freed.add((once, job.id))
 
     def _insert(
         self, client: int, job_id: UUID, spec: Spec, delay: timedelta, *, events: int
@@ -239,8 +283,8 @@ class Reference:
         types: Sequence[str] | None = None,
         *,
         ignore_heads: bool = False,
-    ) -> list[tuple[Lane, datetime, list[ModelJob]]]:
-        """Lanes in claim order: (lane, the first due time seen, the jobs that are not locked)."""
+    ) -> list[tuple[Lane, ModelJob, list[ModelJob]]]:
+        """Lanes in claim order: (lane, the first job seen, the jobs that are not locked)."""
         lanes: dict[Lane, list[ModelJob]] = {}
         for job in self.view(client).values():
             if job.status == "pending" and job.blockers == 0 and job.at() <= now:
@@ -252,10 +296,30 @@ class Reference:
         for lane, jobs in lanes.items():
             jobs.sort(key=lambda job: (job.at(), job.id))
             free = [job for job in jobs if self.lock_of_another(client, job.id) is None]
-            found.append((lane, jobs[0].at(), free))
-        return sorted(found, key=lambda lane: (-lane[0][1], lane[1]))
+            found.append((lane, jobs[0], free))
+        return sorted(found, key=lambda lane: (-lane[0][1], lane[1].at()))
 
-    def claim(self, client: int, taken: Sequence[UUID], lease: UUID, *, started: bool) -> None:
+    def taken(
+        self,
+        lanes: Sequence[tuple[Lane, ModelJob, list[ModelJob]]],
+        batch: int,
+        *,
+        alone: bool,
+        suspects_first: bool,
+    ) -> list[UUID]:
+        """What a claim takes of these lanes. A suspect is taken alone (P8)."""
+        taken: list[UUID] = []
+        for _, first, free in lanes:
+            check = alone and not taken and (first.suspect or suspects_first)
+            if check and free and free[0].suspect:
+                return [free[0].id]
+            unsuspected = [job.id for job in free if not (alone and job.suspect)]
+            taken += unsuspected[: batch - len(taken)]
+        return taken
+
+    def claim(
+        self, client: int, taken: Sequence[UUID], lease: UUID, *, started: bool, alone: bool
+    ) -> None:
         for job_id in taken:
             job = self.view(client)[job_id]
             must(job.attempts < job.spec.max_attempts, f"P4: {job_id} had no attempt left")
@@ -266,7 +330,7 @@ class Reference:
                 claims=job.claims + 1,
                 lease=lease,
                 left=HOUR,
-                started=started,
+                started=started or (alone and job.suspect),
                 progress=0,
             )
             self._write(client, claimed)
@@ -330,6 +394,15 @@ class Reference:
         job = replace(job, left=HOUR, started=job.started or started)
         self._write(client, job, "no key update")
 
+    def extend_locked(self, client: int, fence: Fence) -> None:
+        """A heartbeat met the lock of another transaction."""
+        self.open[client].extended[fence] = HOUR
+
+    def extended_fences(self, client: int) -> set[Fence]:
+        """The leases that count as extended, as the client sees it."""
+        seen = [self.extended] + ([self.open[client].extended] if client in self.open else [])
+        return {fence for each in seen for fence, left in each.items() if left > timedelta()}
+
     def report(self, client: int, job_id: UUID, percent: int) -> None:
         job = self.view(client)[job_id]
         job = replace(job, progress=max(job.progress, min(percent, 100)), started=True)
@@ -338,10 +411,13 @@ class Reference:
     # ── operating ─────────────────────────────────────────────────────────────────────────────────
 
     def stale(self, client: int) -> list[UUID]:
+        extended = self.extended_fences(client)
         return [
             job.id
             for job in self.view(client).values()
-            if job.expired and self.lock_of_another(client, job.id) is None
+            if job.expired
+            and self.lock_of_another(client, job.id) is None
+            and (job.id, job.lease) not in extended
         ]
 
     def recover(self, client: int, ids: Iterable[UUID]) -> None:
@@ -372,9 +448,18 @@ class Reference:
     def retry(self, client: int, ids: Iterable[UUID]) -> set[UUID]:
         jobs = self.view(client)
         finished = [jobs[job_id] for job_id in set(ids) if job_id in jobs and not jobs[job_id].live]
-        for job in sorted(finished, key=lambda job: job.turn):
+        last = {(job.spec.job_type, job.spec.once): job.id for job in sorted(finished, key=_turn)}
+        reopened = set()
+        for job in sorted(finished, key=_turn):
+            once = job.spec.job_type, job.spec.once or ""
+            known = None if job.spec.once is None else self.owner_of_once(client, once)
+            is_taken = known is not None and known[0] != job.id and known[1] > timedelta()
+            if is_taken or (job.spec.once is not None and last[once] != job.id):
+                continue
+            self._take_once(client, job.id, job.spec, RETAKEN)
             self._insert(client, job.id, job.spec, timedelta(), events=job.events)
-        return {job.id for job in finished}
+            reopened.add(job.id)
+        return reopened
 
     # ── ordering keys ─────────────────────────────────────────────────────────────────────────────
 
@@ -427,6 +512,8 @@ class Reference:
         for job in ended:
             if job.holds_key:
                 freed.append((job.spec.key, job.turn))
+            if job.status != "completed":
+                self._free_once(client, job)
             lease = job.lease if job.status == "completed" else None
             self._write(client, replace(job, holds_key=False, blockers=0, lease=lease))
         for key, turn in freed:
@@ -442,6 +529,10 @@ class Reference:
         if head is None or isinstance(job.run_at, Soon):
             return job.run_at
         return max(job.run_at, head)
+
+
+def _turn(job: ModelJob) -> int:
+    return job.turn
 
 
 def _unclaimed(job: ModelJob, run_at: datetime | Soon) -> ModelJob:

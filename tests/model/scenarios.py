@@ -57,7 +57,7 @@ def a_job_kills_its_workers(system: System) -> None:
 def a_job_kills_its_workers_before_they_can_say_so(system: System) -> None:
     system.enqueue(0, Spec(max_attempts=2))
     for _ in range(13):
-        system.claim(0)
+        system.claim(0, alone=False)
         system.pass_time(1)
         system.recover(0)
 
@@ -67,7 +67,17 @@ def a_neighbour_kills_the_worker(system: System) -> None:
     system.start(0, system.claim(0)[:1])
     system.pass_time(1)
     system.recover(0)
-    system.release(0, system.claim(0))
+    system.release(0, system.claim(0, alone=False))
+
+
+def a_killer_and_its_neighbours_are_claimed_in_a_bare_loop(system: System) -> None:
+    system.enqueue(0, Spec(), Spec(), Spec(max_attempts=1), Spec())
+    for _ in range(5):
+        system.claim(0)
+        system.pass_time(1)
+        system.recover(0)
+        system.enqueue(0, Spec(priority=150), Spec())
+        system.complete(0, system.claim(1))
 
 
 def a_claim_moves_the_head_late(system: System) -> None:
@@ -139,6 +149,19 @@ def recovery_meets_a_handler_at_work(system: System) -> None:
     system.commit(0)
 
 
+def a_claim_commits_after_its_lease_expired(system: System) -> None:
+    system.enqueue(0, Spec())
+    system.begin(0)
+    system.claim(0)
+    system.pass_time(2)
+    for _ in range(3):
+        system.run_duty("recover")
+        system.run_duty("late")
+    system.commit(0)
+    system.run_duty("late")
+    system.drain()
+
+
 def a_job_comes_back_below_the_head(system: System) -> None:
     system.enqueue(0, Spec())
     claims = system.claim(0)
@@ -158,6 +181,44 @@ def an_idempotency_key_is_used_again(system: System) -> None:
     system.run_duty("prune")
 
 
+def a_failed_job_frees_its_idempotency_key(system: System) -> None:
+    once = Spec(once="i")
+    (first,) = system.enqueue(0, once)
+    system.enqueue(0, Spec(job_type="b", once="i"))
+    system.fail(1, system.claim(1, ["a"]), retry_in=None)
+    (second,) = system.enqueue(0, once)
+    system.retry(0, [first])
+    system.cancel(0, [second])
+    system.retry(0, [first, second])
+    system.enqueue(1, once)
+
+
+def a_key_expires_while_a_transaction_that_frees_it_is_open(system: System) -> None:
+    once = Spec(once="i")
+    (first,) = system.enqueue(0, once)
+    system.begin(1)
+    system.cancel(1, [first])
+    system.enqueue(0, once)
+    system.pass_time(1)
+    system.enqueue(0, once)
+    system.commit(1)
+    system.enqueue(0, once)
+    system.run_duty("prune")
+    system.enqueue(0, once)
+
+
+def a_finished_job_is_enqueued_again(system: System) -> None:
+    (job,) = system.enqueue(0, Spec())
+    system.enqueue_again(0, job, again=False)
+    system.begin(1)
+    system.complete(1, system.claim(1))
+    system.enqueue_again(0, job, again=False)
+    system.commit(1)
+    system.enqueue_again(0, job, again=False)
+    system.enqueue_again(0, job)
+    system.claim(0)
+
+
 def two_add_a_lane(system: System) -> None:
     system.begin(0)
     system.enqueue(0, Spec(job_type="b"))
@@ -165,6 +226,44 @@ def two_add_a_lane(system: System) -> None:
     system.sweep()
     system.claim(1)
     system.rollback(0)
+
+
+def jobs_of_one_key_are_reopened_while_its_holder_is_locked(system: System) -> None:
+    jobs = system.enqueue(0, KEYED, KEYED)
+    system.cancel(0, jobs)
+    system.assign_keys()
+    (holder,) = system.enqueue(0, KEYED)
+    system.begin(1)
+    system.cancel(1, [holder])
+    system.retry(0, jobs)
+    system.rollback(1)
+
+
+def a_lock_outlasts_the_lease(system: System) -> None:
+    jobs = system.enqueue(0, Spec(), Spec(), Spec())
+    alive, dead, _ = system.claim(0)
+    system.begin(1)
+    system.cancel(1, jobs)
+    system.extend(0, [alive, dead])
+    system.pass_time(1)
+    system.extend(0, [alive])
+    system.rollback(1)
+    system.run_duty("recover")
+    system.complete(0, [alive])
+
+
+def a_worker_dies_while_its_job_is_locked(system: System) -> None:
+    jobs = system.enqueue(0, Spec(), Spec())
+    claims = system.claim(0)
+    system.begin(1)
+    system.cancel(1, jobs)
+    system.pass_time(1)
+    system.extend(0, claims)
+    system.rollback(1)
+    for duty in ("recover", "late"):
+        system.run_duty(duty)
+    system.pass_time(1)
+    system.run_duty("recover")
 
 
 def a_claimed_job_is_cancelled(system: System) -> None:

@@ -6,7 +6,6 @@ statements; `comparison` compares the jobs."""
 from __future__ import annotations
 
 import json
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clients import OBSERVER, Clients, violation_on_error
 from comparison import STATE, compare_jobs, same
 from reference import (
+    GAP,
     HOUR,
     MARGIN,
     Lane,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from uuid import UUID
 
-    from reference import Heads
+    from reference import Heads, Once
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,20 @@ class Peek:
     def later(self, by: timedelta) -> Peek:
         head = None if self.head is None else self.head - by
         return Peek(self.lane, head, self.first_seen - by)
+
+
+# The jobs whose leases a run of the duty searches.
+FOUND_BY = {
+    "recover": "SELECT j.id FROM live_jobs AS j JOIN maintenance AS m ON m.duty = 'recover' "
+    "AND (j.lease_expires_at >= m.reached OR m.state -> 'locked' ? j.id::text)",
+    "late": "SELECT j.id FROM live_jobs AS j JOIN maintenance AS m ON m.duty = 'late' "
+    "AND j.lease_expires_at >= least(coalesce((m.state ->> 'since')::timestamptz, '-infinity'), "
+    "(SELECT min(w.value::timestamptz) FROM jsonb_each_text(m.state -> 'writers') AS w "
+    "WHERE w.key <> ALL (writers_of_jobs())))",
+}
+
+
+EXTENDED = "SELECT job_id, lease_id FROM extended_leases WHERE expires_at > clock_timestamp()"
 
 
 class System:
@@ -105,21 +119,30 @@ class System:
         """Let time pass for every row, relative to the clock of the database."""
         by = hours * HOUR
         locked_ids: set[UUID] = set()
-        locked_keys: set[str] = set()
+        locked_keys: set[Once] = set()
         for client, transaction in self.reference.open.items():
             self._move_back(client, by, transaction.locks, transaction.once)
             locked_ids.update(transaction.locks)
             locked_keys.update(transaction.once)
         jobs, once = self.reference.jobs, self.reference.once
         self._move_back(OBSERVER, by, jobs.keys() - locked_ids, once.keys() - locked_keys)
-        self.clients.run(OBSERVER, "UPDATE lanes SET head_at = head_at - %s", by)
-        self.clients.run(OBSERVER, "UPDATE maintenance SET reached = reached - %s", by)
+        for client in (*self.reference.open, OBSERVER):
+            self._move_extensions_back(client, by)
+        columns = ("head_at", "swept_at", "swept_before_at", "swept_lasting_at", "empty_at")
+        moved = ", ".join(f"{column} = {column} - %(by)s" for column in columns)
+        self.clients.run(OBSERVER, f"UPDATE lanes SET {moved}", {"by": by})
+        # Without `since`, the duty `late` searches from the start: the model does not move its window.
+        self.clients.run(
+            OBSERVER,
+            "UPDATE maintenance SET reached = reached - %s, state = state - 'since'",
+            by,
+        )
         self.reference.pass_time(by)
         self.peeks = [peek.later(by) for peek in self.peeks]
         self._compare(OBSERVER, heads=False)
 
     def _move_back(
-        self, client: int, by: timedelta, ids: Iterable[UUID], keys: Iterable[str]
+        self, client: int, by: timedelta, ids: Iterable[UUID], keys: Iterable[Once]
     ) -> None:
         columns = ("run_at", "created_at", "claimed_at", "started_at", "lease_expires_at")
         moved = ", ".join(f"{column} = {column} - %(by)s" for column in columns)
@@ -130,9 +153,20 @@ class System:
         )
         self.clients.run(
             client,
-            "UPDATE idempotency_keys SET expires_at = expires_at - %s WHERE key = ANY (%s)",
+            "UPDATE idempotency_keys SET expires_at = expires_at - %s "
+            "WHERE job_type || ' ' || key = ANY (%s)",
             by,
-            list(keys),
+            [" ".join(key) for key in keys],
+        )
+
+    def _move_extensions_back(self, client: int, by: timedelta) -> None:
+        """Those that the client's open transaction wrote, or for the observer the committed ones."""
+        own = "true" if client == OBSERVER else "xmin = pg_current_xact_id()::xid"
+        self.clients.run(
+            client,
+            "UPDATE extended_leases SET written_at = written_at - %(by)s, "
+            f"expires_at = expires_at - %(by)s WHERE {own}",
+            {"by": by},
         )
 
     @contextmanager
@@ -151,20 +185,25 @@ class System:
 
     def enqueue(self, client: int, *specs: Spec) -> list[UUID]:
         """Enqueue jobs. An idempotency key that another open transaction uses is left out, since it would wait."""
-        used = {
-            key
-            for other, transaction in self.reference.open.items()
-            if other != client
-            for key in transaction.once
-        }
         jobs = [
-            (new_id(), replace(spec, once=None) if spec.once in used else spec) for spec in specs
+            (new_id(), replace(spec, once=None) if self._would_wait(client, spec) else spec)
+            for spec in specs
         ]
         return self._enqueue(client, jobs, again=False)
 
-    def enqueue_again(self, client: int, job_id: UUID) -> None:
-        """Resend an enqueue whose reply was lost."""
-        self._enqueue(client, [(job_id, self.reference.view(client)[job_id].spec)], again=True)
+    def _would_wait(self, client: int, spec: Spec) -> bool:
+        """Whether an enqueue would wait for another transaction, which takes the same idempotency key. One that
+        only frees the key is not waited for."""
+        once = spec.job_type, spec.once or ""
+        return any(
+            once in transaction.once
+            for other, transaction in self.reference.open.items()
+            if other != client
+        )
+
+    def enqueue_again(self, client: int, job_id: UUID, *, again: bool = True) -> None:
+        """Resend an enqueue whose reply was lost, or (not `again`) enqueue an id that exists."""
+        self._enqueue(client, [(job_id, self.reference.view(client)[job_id].spec)], again=again)
 
     def _enqueue(
         self, client: int, jobs: Sequence[tuple[UUID, Spec]], *, again: bool
@@ -205,6 +244,7 @@ class System:
         ignore_heads: bool = False,
         started: bool = False,
         moves_head: bool = False,
+        alone: bool = True,
     ) -> list[Claim]:
         """Claim; move the head of the first lane only if `moves_head`."""
         assert not (moves_head and self.is_open(client)), (
@@ -215,18 +255,27 @@ class System:
             self.clients.run(client, "SELECT setseed(%s)", self.clients.seeds[moves_head])
             rows = self.clients.run(
                 client,
-                "SELECT * FROM claim_job_batch(%s, %s, %s, '1 hour', '{default}', %s, %s)",
+                "SELECT * FROM claim_job_batch(%s, %s, %s, '1 hour', '{default}', %s, %s, %s)",
                 f"worker {client}",
                 None if types is None else list(types),
                 batch,
                 started,
                 ignore_heads,
+                alone,
             )
             answer = [row["id"] for row in rows]
+            suspects_first = alone and bool(rows) and rows[0]["lease_id"].bytes[0] < 16
             if answer:  # lanes whose first jobs are equally old may be claimed in either order
                 turn = {self.reference.view(client)[i].lane: n for n, i in enumerate(answer[::-1])}
-                lanes.sort(key=lambda lane: (-lane[0][1], lane[1], -turn.get(lane[0], -1)))
-            expected = [job.id for _, _, free in lanes for job in free][:batch]
+                lanes.sort(
+                    key=lambda lane: (
+                        not (suspects_first and lane[1].suspect),
+                        -lane[0][1],
+                        lane[1].at(),
+                        -turn.get(lane[0], -1),
+                    )
+                )
+            expected = reference.taken(lanes, batch, alone=alone, suspects_first=suspects_first)
             same(answer, expected, "P7: a claim takes the best jobs that are free, best first")
             leases = {row["lease_id"] for row in rows}
             must(len(leases) <= 1, "a claim draws one lease")
@@ -235,19 +284,21 @@ class System:
                 "P3: every claim has a new fence",
             )
             if answer:
-                reference.claim(client, answer, rows[0]["lease_id"], started=started)
+                reference.claim(client, answer, rows[0]["lease_id"], started=started, alone=alone)
             if moves_head:
                 latest = (
                     rows[0]["claimed_at"] - MARGIN if rows else datetime.min.replace(tzinfo=UTC)
                 )
-                self._check_heads_moved_up({lane: min(seen, latest) for lane, seen, _ in lanes})
-                if lanes and lanes[0][2]:
-                    lane, seen, _ = lanes[0]
+                self._check_heads_moved_up(
+                    {lane: min(first.at(), latest) for lane, first, _ in lanes}
+                )
+                if answer and answer[0] in {job.id for job in lanes[0][2]}:
+                    lane, seen = lanes[0][0], lanes[0][1].at()
                     heads = [
                         head for row, head in self.clients.lane_rows().items() if row[0] == lane
                     ]
                     must(
-                        any(head is not None and head >= min(seen, latest) for head in heads),
+                        any(head is not None and head >= min(seen, latest) - GAP for head in heads),
                         "a claim that is selected to move the head moves it up to what it saw",
                     )
         claims = [Claim(row["id"], row["lease_id"]) for row in rows]
@@ -264,9 +315,9 @@ class System:
     def peek(self, lane: Lane) -> None:
         """Start a claim: record what it sees of a lane."""
         self.reference.heads = self.clients.heads(OBSERVER)
-        for found, first_seen, _ in self.reference.claimable(OBSERVER, self._clock):
+        for found, first, _ in self.reference.claimable(OBSERVER, self._clock):
             if found == lane:
-                self.peeks.append(Peek(lane, self.reference.heads[lane], first_seen))
+                self.peeks.append(Peek(lane, self.reference.heads[lane], first.at()))
 
     def move_head(self, n: int = -1) -> None:
         """End a claim that peeked earlier: compare and set of the head."""
@@ -356,7 +407,11 @@ class System:
                 *_pairs(claims),
                 elapsed,
             )
-            for job_id in self._kept(client, claims, rows, "extended"):
+            kept = self._kept(client, claims, rows, "extended")
+            for claim in claims:
+                if claim.id not in kept and reference.holds(client, claim.id, claim.lease):
+                    reference.extend_locked(client, (claim.id, claim.lease))
+            for job_id in kept:
                 reference.extend(client, job_id, started=started)
 
     def progress(self, client: int, claims: Sequence[Claim], percent: int) -> None:
@@ -430,6 +485,9 @@ class System:
             same(answer, reference.cancel(client, ids), "cancelling says what it did")
 
     def retry(self, client: int, ids: Sequence[UUID]) -> None:
+        """Retry. A job whose idempotency key another open transaction uses is left out, since it would wait."""
+        jobs = self.reference.view(client)
+        ids = [i for i in ids if i not in jobs or not self._would_wait(client, jobs[i].spec)]
         with self._operation(client) as reference:
             rows = self.clients.run(
                 client, "SELECT retry_jobs AS id FROM retry_jobs(%s)", list(ids)
@@ -456,12 +514,10 @@ class System:
 
     def sweep(self) -> None:
         with self._operation(OBSERVER, heads=False) as reference:
-            stale = reference.stale(OBSERVER)
             self.clients.run(OBSERVER, "SELECT sweep_lanes()")
             reference.heads = self.clients.heads(OBSERVER)
             self._check_nothing_is_hidden()
             self._undo_moves_up()
-            reference.recover(OBSERVER, stale)
 
     def run_duty(self, duty: str) -> None:
         """Run one duty once, through the function that workers call."""
@@ -472,13 +528,9 @@ class System:
         )
         with self._operation(OBSERVER, heads=duty != "sweep") as reference:
             stale = reference.stale(OBSERVER)
-            # A run leaves to the sweep what an earlier run should have recovered.
-            if duty == "recover":
-                rows = self.clients.run(
-                    OBSERVER,
-                    "SELECT j.id FROM live_jobs AS j JOIN maintenance AS m "
-                    "ON m.duty = 'recover' AND j.lease_expires_at >= m.reached",
-                )
+            # A run leaves to the duty `late` what an earlier run should have recovered.
+            if duty in ("recover", "late"):
+                rows = self.clients.run(OBSERVER, FOUND_BY[duty])
                 within = {row["id"] for row in rows}
                 stale = [job_id for job_id in stale if job_id in within]
             rows = self.clients.run(OBSERVER, "SELECT duty, error FROM run_maintenance()")
@@ -486,14 +538,13 @@ class System:
             same([tuple(row.values()) for row in rows], [(duty, None)], "a duty that is due runs")
             reference.heads = self.clients.heads(OBSERVER)
             match duty:
-                case "recover":
+                case "recover" | "late":
                     reference.recover(OBSERVER, stale)
                 case "keys":
                     reference.assign_keys(OBSERVER)
                 case "sweep":
                     self._check_nothing_is_hidden()
                     self._undo_moves_up()
-                    reference.recover(OBSERVER, stale)
                 case "prune":
                     touched = {k for t in reference.open.values() for k in t.once}
                     for key in [k for k, v in reference.once.items() if v[1] <= timedelta()]:
@@ -535,6 +586,9 @@ class System:
             self.assign_keys()
             self.pass_time(2)
             self.sweep()
+            self.run_duty("recover")
+            self.run_duty("late")
+            must(not self.reference.stale(OBSERVER), "P9: an expired lease is never found")
             self.complete(0, self.claim(0))
         self.assign_keys()
         must(not self.reference.unassigned_keys, "P1: a key without jobs is never assigned")
@@ -551,13 +605,20 @@ class System:
                 self.reference, client, self.clients.run(client, STATE), since, self.clients.now()
             )
         compare_jobs(self.reference, OBSERVER, committed, since, now)
+        for each in {client, OBSERVER}:
+            rows = self.clients.run(each, EXTENDED)
+            same(
+                {(row["job_id"], row["lease_id"]) for row in rows},
+                self.reference.extended_fences(each),
+                "the leases that heartbeats extended beside a lock",
+            )
         self._clock = now
         rows = self.clients.run(OBSERVER, "SELECT ordering_key FROM unassigned_keys")
-        left, expected = (
-            Counter(r["ordering_key"] for r in rows),
-            Counter(self.reference.unassigned_keys),
+        same(
+            sorted(row["ordering_key"] for row in rows),
+            sorted(self.reference.unassigned_keys),
+            "the unassigned keys",
         )
-        same(left, expected, "the unassigned keys")
         if heads:
             after = self.clients.lane_rows()
             before = {row: self._rows_before.get(row) for row in after}

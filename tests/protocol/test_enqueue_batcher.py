@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from howdah import AsyncJobQueue, DatabaseUnreachable, Handle, InvalidJob, PayloadTooLarge
+from howdah.database.service_task import ServiceTask
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -203,7 +204,8 @@ async def test_callers_are_cancelled_if_the_sender_is_cancelled(aqueue: AsyncJob
     (sender,) = [
         task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"
     ]
-    sender.cancel()
+    assert isinstance(sender, ServiceTask)
+    sender.end()
     answers = await asyncio.gather(*tasks, late, return_exceptions=True)
     assert {type(each) for each in answers} == {asyncio.CancelledError}
     assert (await aqueue.enqueue("a")).is_new
@@ -218,7 +220,8 @@ async def test_callers_are_cancelled_if_the_sender_is_cancelled_before_it_starts
     (sender,) = [
         task for task in asyncio.all_tasks() if task.get_name() == "howdah-enqueue-batcher"
     ]
-    sender.cancel()
+    assert isinstance(sender, ServiceTask)
+    sender.end()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (await aqueue.enqueue("a")).is_new

@@ -96,9 +96,9 @@ def test_a_worker_runs_jobs_end_to_end_without_revealing_its_password(
     # The worker role covers heartbeats and maintenance too.
     with secured.connect() as conn:
         seen = "SELECT count(*) FROM howdah.workers WHERE info ? 'running'"
-        done = "SELECT count(*) FROM howdah.maintenance WHERE last_run_at IS NOT NULL AND last_error IS NULL"
+        late = "SELECT duty, last_error FROM howdah.maintenance WHERE last_run_at IS NULL OR last_error IS NOT NULL"
         until(lambda: conn.execute(seen).fetchone() == (2,), "both workers sent a heartbeat")
-        until(lambda: conn.execute(done).fetchone() == (5,), "every duty ran")
+        until(lambda: conn.execute(late).fetchall() == [], "every duty ran")
     titles = command_lines(worker.pid)
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0

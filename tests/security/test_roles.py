@@ -19,13 +19,14 @@ from howdah.protocol.new_jobs import CHUNK_JOBS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ENQUEUEING = {"enqueue_job", "enqueue_jobs", "announce_jobs"}
-READING = {"pending_count", "next_due_at"}
+ENQUEUEING = {"enqueue_job", "enqueue_jobs", "announce_jobs", "refuse_replica_role"}
+READING = {"pending_count", "next_due_at", "get_jobs", "get_events"}
 WORKING = {
     "claim_job_batch", "enqueue_and_claim", "start_jobs", "extend_jobs", "report_progress", "add_events",
-    "add_late_events", "complete_jobs", "fail_jobs", "release_jobs", "stop_jobs", "watch_jobs",
+    "add_late_events", "complete_jobs", "fail_jobs", "release_jobs", "stop_jobs", "held_jobs", "watch_jobs",
     "unwatch_jobs", "register_worker", "touch_worker", "beat_worker", "remove_worker",
-    "recover_stale_jobs", "run_maintenance",
+    "wake_channel", "next_wake", "pass_wake", "recover_stale_jobs", "run_maintenance",
+    "run_due_duty",
 }  # fmt: skip
 OPERATING = {"cancel_jobs", "retry_jobs", "takeover_jobs", "clear_finished", "remove_jobs"}
 FUNCTIONS = {
@@ -42,8 +43,8 @@ TABLES = {
     "observer": {
         table: {"SELECT"}
         for table in (
-            "migrations", "jobs", "job_events", "live_jobs", "finished_jobs", "finished_jobs_default",
-            "lanes", "idempotency_keys", "unassigned_keys", "workers", "watchers", "maintenance", "throughput",
+            "migrations", "jobs", "job_events", "live_jobs", "extended_leases", "finished_jobs",
+            "finished_jobs_default", "job_events_default", "lanes", "idempotency_keys", "freed_keys", "unassigned_keys", "workers", "watchers", "maintenance", "throughput",
             "grants",
         )
     },
@@ -125,12 +126,36 @@ def jobs(secured: Secured) -> list[Any]:
         ).fetchall()
 
 
+def test_a_producer_cannot_put_a_new_job_in_front_of_a_finished_one(secured: Secured) -> None:
+    finished = "01900000-0000-7000-8000-000000000001"
+    with secured.connect() as conn:
+        conn.execute("SELECT howdah.enqueue_job('charge', p_id => %s)", (finished,))
+        conn.execute("SELECT * FROM howdah.cancel_jobs(ARRAY[%s]::uuid[])", (finished,))
+    row = "INSERT INTO howdah.live_jobs (id, job_type) VALUES (%s, 'nobody')"
+    with psycopg.connect(secured.as_kind("producer"), autocommit=True) as conn:
+        with pytest.raises(psycopg.errors.UniqueViolation, match="exists and is finished"):
+            conn.execute(row, (finished,))
+        conn.execute(row, (uuid4(),))
+        new = [{"id": finished, "job_type": "nobody"}]
+        for batch in (new, [*new, {"job_type": "other"}]):
+            answer = conn.execute(
+                "SELECT is_new FROM howdah.enqueue_jobs(%s, p_fresh_ids => true)",
+                (json.dumps(batch),),
+            ).fetchall()
+            assert answer[0] == (False,)
+    with secured.connect() as conn:
+        found = conn.execute(
+            "SELECT job_type, status FROM howdah.jobs WHERE id = %s", (finished,)
+        ).fetchall()
+    assert found == [("charge", "cancelled")]
+
+
 def test_a_producer_enqueues_single_jobs_bulk_jobs_and_with_an_idempotency_key(
     secured: Secured, producer: JobQueue
 ) -> None:
     producer.enqueue("mail", {"n": 1}, queue="a-new-queue", priority=7, delay=60)
     first = producer.enqueue("mail", {"n": 2}, idempotency_key="once")
-    again = producer.enqueue("mail", {"n": 3}, idempotency_key="once")
+    again = producer.enqueue("mail", {"n": 2}, idempotency_key="once")
     producer.enqueue_many([NewJob(job_type="mail", data={"n": n}) for n in range(4, 7)])
     assert first.is_new
     assert (again.id, again.is_new) == (first.id, False)
@@ -192,12 +217,17 @@ def test_the_ordering_keys_of_a_producer_are_assigned_when_it_commits(
         conn.commit()
     with secured.connect() as conn:
         conn.execute(f"REVOKE {ROLES['producer']} FROM {ROLES['observer']}".encode())
+        if way == "immediate constraints":
+            # The keys would be decided before the commit: they are left to maintenance (decision 0034).
+            conn.execute("SELECT howdah.run_maintenance()")
     assert [job[4] for job in jobs(secured)] == [True, False]
 
 
 def test_a_producer_notifies_an_idle_worker(secured: Secured, producer: JobQueue) -> None:
     with secured.connect("worker") as worker:
-        worker.execute('LISTEN "howdah:wake"')
+        row = worker.execute("SELECT howdah.wake_channel('w')").fetchone()
+        assert row is not None
+        worker.execute(f'LISTEN "{row[0]}"'.encode())
         worker.execute("SELECT howdah.register_worker('w', 'h', 1, '{default}', '{mail}')")
         producer.enqueue("mail")
         notifications = list(worker.notifies(timeout=120, stop_after=1))

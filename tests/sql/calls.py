@@ -60,18 +60,21 @@ def claim(
     worker: str = "worker",
     started: bool = False,
     ignore_heads: bool = False,
+    suspects_alone: bool = True,
 ) -> list[Any]:
     """Claim jobs, best first."""
     return rows(
         conn,
         "SELECT * FROM howdah.claim_job_batch(p_worker_id => %s, p_job_types => %s::text[], "
-        "p_batch_size => %s, p_lease => %s, p_started => %s, p_ignore_heads => %s)",
+        "p_batch_size => %s, p_lease => %s, p_started => %s, p_ignore_heads => %s, "
+        "p_suspects_alone => %s)",
         worker,
         types,
         size,
         lease,
         started,
         ignore_heads,
+        suspects_alone,
     )
 
 
@@ -130,12 +133,71 @@ def maintain(conn: psycopg.Connection[Any], *duties: str) -> None:
     """Run duties as if their time had come (all of them if none is named); none may fail."""
     conn.execute(
         "UPDATE howdah.maintenance SET due_at = CASE WHEN %s = '{}' OR duty = ANY (%s) "
-        "THEN clock_timestamp() ELSE clock_timestamp() + interval '1 day' END",
+        "THEN clock_timestamp() ELSE 'infinity' END",
         (list(duties), list(duties)),
     )
     ran = rows(conn, "SELECT * FROM howdah.run_maintenance()")
     assert [row for row in ran if row.error is not None] == []
     assert set(duties) <= {row.duty for row in ran}
+
+
+def call_everything(conn: psycopg.Connection[Any]) -> None:
+    """Call every function so that each of its statements runs."""
+    work = {"job_type": "work"}
+    conn.execute(
+        "SELECT howdah.register_worker('worker', 'host', 1, '{default}', '{work}'),"
+        ' howdah.beat_worker(\'worker\', \'{}\', \'[{"queue": "default", "job_type": "work", "completed": 1,'
+        ' "failed": 0, "retried": 0, "cancelled": 0, "wait_seconds": 0, "run_seconds": 0}]\'),'
+        " howdah.touch_worker('worker', true)"
+    )
+    keyed = work | {"ordering_key": "key"}
+    ids = enqueue(
+        conn, *([work] * 20), keyed, keyed, work | {"idempotency_key": "a"}, work | {"delay": 3600}
+    )
+    value(conn, "SELECT howdah.enqueue_job('work')")
+    conn.execute("INSERT INTO howdah.jobs (job_type) VALUES ('work')")
+    value(
+        conn, "SELECT count(*) FROM howdah.enqueue_and_claim('{\"job_type\": \"work\"}', 'worker')"
+    )
+    conn.execute("SELECT howdah.watch_jobs('me', %s)", (ids[:2],))
+    conn.execute('SELECT howdah.announce_jobs(\'[["default", "work", 100]]\')')
+    jobs = claim(conn, 22)
+    assert len(jobs) == 22
+    conn.execute("SELECT howdah.next_due_at()")
+    conn.execute("SELECT howdah.start_jobs(%s, %s)", fences(jobs[:2]))
+    conn.execute("SELECT howdah.extend_jobs(%s, %s)", fences(jobs[:2]))
+    conn.execute("SELECT howdah.report_progress(%s, %s, '{1,2}')", fences(jobs[:2]))
+    conn.execute("SELECT howdah.add_events(%s, %s, '{a,b}', NULL)", fences(jobs[:2]))
+    complete(conn, *jobs[:3])
+    conn.execute("SELECT howdah.add_late_events(%s, %s, '{a,b}', NULL)", fences(jobs[:2]))
+    conn.execute("SELECT * FROM howdah.complete_jobs(%s, %s, p_again => true)", fences(jobs[:2]))
+    fail(conn, jobs[3], retry=False)
+    fail(conn, jobs[4])
+    conn.execute("SELECT howdah.cancel_jobs(%s)", ([job.id for job in jobs[5:8]],))
+    fail(conn, jobs[5])
+    conn.execute("SELECT howdah.release_jobs(%s, %s)", fences(jobs[6:7]))
+    conn.execute("SELECT howdah.stop_jobs(%s, %s)", fences(jobs[8:9]))
+    conn.execute("SELECT howdah.release_jobs(%s, %s)", fences(jobs[9:10]))
+    conn.execute("SELECT howdah.takeover_jobs(%s)", ([jobs[10].id],))
+    conn.execute(
+        "UPDATE howdah.live_jobs SET attempts = 3, claims = 3, started_at = now() WHERE id = ANY (%s)",
+        ([job.id for job in jobs[12:14]],),
+    )
+    expire(conn, *jobs[11:])
+    conn.execute("SELECT howdah.recover_stale_jobs()")
+    conn.execute("SELECT howdah.cancel_jobs(%s)", (ids,))
+    conn.execute("SELECT howdah.retry_jobs(%s)", (ids[:2],))
+    conn.execute("SELECT howdah.pending_count()")
+    conn.execute("SELECT howdah.remove_jobs(%s)", (ids[3:5],))
+    conn.execute("SELECT howdah.clear_finished()")
+    for _ in range(2):
+        conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
+        assert {row.error for row in rows(conn, "SELECT * FROM howdah.run_maintenance()")} == {None}
+        conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
+        while ran := rows(conn, "SELECT * FROM howdah.run_due_duty()"):
+            assert ran[0].error is None
+    conn.execute("SELECT howdah.unwatch_jobs('me', %s)", (ids,))
+    conn.execute("SELECT howdah.remove_worker('worker')")
 
 
 class Waits:

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a plan: what it does, to which relation, and how many rows it looked at."""
+    """One node of a plan: what it does, to which relation, and how many rows it looked at; whether a setting
+    disables it, and whether the plan was compiled by LLVM."""
 
     query: str
     kind: str
     relation: str
     rows: float
+    disabled: bool
+    compiled: bool
 
     def __str__(self) -> str:
         return (
@@ -28,7 +31,7 @@ class Node:
         )
 
 
-def _nodes(query: str, plan: dict[str, Any]) -> Iterator[Node]:
+def _nodes(query: str, plan: dict[str, Any], compiled: bool) -> Iterator[Node]:
     removed = sum(
         plan.get(key, 0)
         for key in (
@@ -46,9 +49,12 @@ def _nodes(query: str, plan: dict[str, Any]) -> Iterator[Node]:
         plan["Node Type"],
         plan.get("Relation Name", ""),
         (given + removed) * plan["Actual Loops"],
+        # Before PostgreSQL 18 a disabled node is one that costs 1e10.
+        plan.get("Disabled", plan["Total Cost"] >= 1e9),
+        compiled,
     )
     for child in children:
-        yield from _nodes(query, child)
+        yield from _nodes(query, child, compiled)
 
 
 @contextmanager
@@ -60,7 +66,7 @@ def explained(conn: psycopg.Connection[Any]) -> Iterator[list[Node]]:
         text = notice.message_primary or ""
         if "plan:" in text:
             plan = json.loads(text[text.index("{") :])
-            found.extend(_nodes(plan["Query Text"], plan["Plan"]))
+            found.extend(_nodes(plan["Query Text"], plan["Plan"], "JIT" in plan))
 
     conn.execute(
         "LOAD 'auto_explain';"

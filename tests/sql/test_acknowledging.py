@@ -207,7 +207,7 @@ def test_recovery_refunds_a_job_that_never_started(conn: Connection) -> None:
 def test_recovery_refunds_ten_times_at_the_most(conn: Connection) -> None:
     (job_id,) = enqueue(conn, {"job_type": "work", "max_attempts": 1})
     for _ in range(11):
-        expire(conn, *claim(conn))
+        expire(conn, *claim(conn, suspects_alone=False))
         assert recover(conn) == 1
     failed = get(conn, job_id)
     assert (failed.status, failed.attempts, failed.claims) == ("failed", 1, 11)
@@ -224,7 +224,7 @@ def test_recovery_fails_a_started_job_without_an_attempt_left(conn: Connection) 
 
 def test_recovery_leaves_a_live_lease_alone(conn: Connection, job: Any) -> None:
     assert recover(conn) == 0
-    maintain(conn, "recover", "sweep")
+    maintain(conn, "recover", "late")
     assert complete(conn, job) == [job.id]
 
 
@@ -250,17 +250,6 @@ def test_the_recover_duty_finds_leases_that_ran_out_after_its_last_tick(conn: Co
         maintain(conn, "recover")
         assert status(conn, job.id) == "pending"
         complete(conn, *claim(conn))
-
-
-def test_the_sweep_finds_a_lease_that_ran_out_before_the_recover_duty_looked_away(
-    conn: Connection, job: Any
-) -> None:
-    expire(conn, job)
-    conn.execute("UPDATE howdah.maintenance SET reached = clock_timestamp() WHERE duty = 'recover'")
-    maintain(conn, "recover")
-    assert status(conn, job.id) == "claimed"
-    maintain(conn, "sweep")
-    assert status(conn, job.id) == "pending"
 
 
 def test_the_request_id_survives_retry_and_recovery(conn: Connection, job: Any) -> None:
@@ -430,3 +419,26 @@ def test_clearing_removes_finished_jobs_with_their_events_and_nothing_else(
     assert value(conn, "SELECT howdah.clear_finished()") == 1
     assert [status(conn, id_) for id_ in ids] == [None, None, "claimed", "pending"]
     assert value(conn, "SELECT count(*) FROM howdah.job_events") == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_event_with_a_number_is_written_once_in_whatever_order_its_statements_arrive(
+    conn: Connection, job: Any, late: bool
+) -> None:
+    function = "add_late_events" if late else "add_events"
+    if late:
+        complete(conn, job)
+
+    def send(run: int, *numbers: int) -> None:
+        call = f"SELECT * FROM howdah.{function}(%s, %s, %s, NULL, %s)"
+        kinds, numbered = map(str, numbers), [(run << 32) + number for number in numbers]
+        accepted = rows(conn, call, *fences([job] * len(numbers)), list(kinds), numbered)
+        assert [id for (id,) in accepted] == [job.id]
+
+    send(7, 1, 2)
+    send(7, 1, 2, 3)  # with a newer event
+    send(7, 1, 2)  # the first one, which took long to arrive
+    send(5, 1)  # another run
+    kinds = rows(conn, "SELECT kind FROM howdah.job_events ORDER BY event_id")
+    assert [kind for (kind,) in kinds] == ["1", "2", "3", "1"]
+    assert get(conn, job.id).events_count == 4

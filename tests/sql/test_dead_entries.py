@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 DEAD = 200_000
 BATCH = 100
 # An hour: no lease of the measurement itself runs out while it goes on.
-CLAIM = f"SELECT id, lease_id FROM howdah.claim_job_batch('worker', NULL, {BATCH}, '1 hour')"
+CLAIM = (
+    f"SELECT id, lease_id FROM howdah.claim_job_batch('worker', NULL, {BATCH}, '1 hour', "
+    "p_suspects_alone => false)"
+)
 COMPLETE = "SELECT * FROM howdah.complete_jobs(%s, %s)"
 CLAIM_AND_COMPLETE = (
     "SELECT count(*) FROM (SELECT array_agg(id), array_agg(lease_id) "
-    "FROM howdah.claim_job_batch('worker', NULL, 5000, %s)) AS c (ids, lease_ids), "
+    "FROM howdah.claim_job_batch('worker', NULL, 5000, %s, p_suspects_alone => false)) AS c (ids, lease_ids), "
     "LATERAL howdah.complete_jobs(c.ids, c.lease_ids)"
 )
 RECOVER = "SELECT howdah.recover_expired()"
+SWEEP = "SELECT howdah.sweep_lanes()"
 
 
 def dead_entries(conn: Connection, index: str) -> int:
@@ -52,10 +56,16 @@ def dead_entries(conn: Connection, index: str) -> int:
 
 
 def costs(conn: Connection) -> dict[str, int]:
-    """Pages touched by a claim, a completion and a recovery of a batch, and by a claim of nothing.
+    """Pages touched by a claim, a completion and a recovery of a batch, by a claim of nothing, and by a sweep.
 
     The least of several: a relation whose statistics were just renewed costs a look at the catalogue."""
-    taken: dict[str, list[int]] = {"claim": [], "complete": [], "recover": [], "peek": []}
+    taken: dict[str, list[int]] = {
+        "claim": [],
+        "complete": [],
+        "recover": [],
+        "peek": [],
+        "sweep": [],
+    }
     # The head keeps a second behind: what was enqueued before that is not this claim's neighbourhood.
     conn.execute("SELECT pg_sleep(1.1)")
     enqueue_bulk(conn, 30 * BATCH)
@@ -77,6 +87,9 @@ def costs(conn: Connection) -> dict[str, int]:
     sweep(conn)
     for _ in range(3):
         taken["peek"].append(buffers(conn, CLAIM))
+    sweep(conn)  # each reads what was written since the one before the last
+    for _ in range(3):
+        taken["sweep"].append(buffers(conn, SWEEP))
     return {name: min(numbers) for name, numbers in taken.items()}
 
 
@@ -126,7 +139,51 @@ def test_the_dead_entries_are_there(measured: Any) -> None:
     assert {name: count >= DEAD for name, count in dead.items()} == dict.fromkeys(dead, True)
 
 
-@pytest.mark.parametrize("what", ["claim", "complete", "recover", "peek"])
+@pytest.mark.parametrize("what", ["claim", "complete", "recover", "peek", "sweep"])
 def test_200000_dead_entries_at_most_double_the_pages_of(measured: Any, what: str) -> None:
     fresh, burdened, _ = measured
     assert burdened[what] <= 2 * fresh[what], (fresh, burdened)
+
+
+# ── claims of one job ─────────────────────────────────────────────────────────────────────────────
+
+ONE = "SELECT id, lease_id FROM howdah.claim_job_batch('worker', NULL, 1, '1 hour', p_suspects_alone => false)"
+SINGLE = """
+DO $$
+DECLARE
+    v_job record;
+BEGIN
+    FOR n IN 1..%s LOOP
+        PERFORM howdah.enqueue_job('type ' || n %% 8);
+        COMMIT;
+        SELECT id, lease_id INTO v_job
+        FROM howdah.claim_job_batch('worker', NULL, 1, '1 hour', p_suspects_alone => false);
+        PERFORM howdah.complete_jobs(ARRAY[v_job.id], ARRAY[v_job.lease_id]);
+        COMMIT;
+    END LOOP;
+END $$
+"""
+
+
+def test_claims_of_one_job_do_not_read_more_the_longer_a_transaction_stays_open(
+    fresh_database: str,
+) -> None:
+    """Eight lanes, one job at a time, and a sweep now and then, as in production: the pages of a claim are those of
+    the last seconds, and the sweep reads no more than what was written since the sweep before the last."""
+    with (
+        psycopg.connect(fresh_database, autocommit=True) as conn,
+        psycopg.connect(fresh_database) as elsewhere,
+    ):
+        conn.execute("SET synchronous_commit = off")
+        elsewhere.isolation_level = IsolationLevel.REPEATABLE_READ
+        elsewhere.execute("SELECT count(*) FROM howdah.migrations")
+        claims, sweeps = [], []
+        for _ in range(6):
+            conn.execute((SINGLE % 1500).encode())
+            sweeps.append(buffers(conn, SWEEP))
+            conn.execute("SELECT howdah.enqueue_job('type 0')")
+            claims.append(buffers(conn, ONE))
+            conn.execute("SELECT howdah.cancel_jobs(ARRAY (SELECT id FROM howdah.live_jobs))")
+        # The first rounds fill the time that heads and sweeps look back.
+        assert max(claims[3:]) <= 2 * max(claims[:2]), (claims, sweeps)
+        assert max(sweeps[3:]) <= 2 * max(sweeps[:3]), (claims, sweeps)

@@ -141,7 +141,15 @@ def test_recovery_takes_what_nobody_has_locked(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["assign_keys()", "sweep_lanes()", "next_due_at()", "run_maintenance()"]
+    "call",
+    [
+        "assign_keys()",
+        "sweep_lanes()",
+        "next_due_at()",
+        "run_maintenance()",
+        "next_wake('worker', NULL, '{default}', true)",
+        "pass_wake('worker')",
+    ],
 )
 def test_upkeep_does_not_wait(crowd: Crowd, call: str) -> None:
     expire(crowd.worker, *(job for job in crowd.claimed if job.id != crowd.busy.id))
@@ -226,3 +234,36 @@ def test_a_cancel_that_meets_a_completion_in_the_opposite_order_gives_way(
         worker.commit()
         assert cancelling.result().fetchall() == []
     assert status(conn, first) == status(conn, second) == "completed"
+
+
+def test_a_cancellation_in_a_deadlock_with_a_handler_is_ended_and_the_handler_goes_on(
+    connect: Connect, conn: Connection
+) -> None:
+    """The caller holds a row that the handler needs, so no number of tries can help."""
+    conn.execute("CREATE TABLE accounts (id int PRIMARY KEY)")
+    conn.execute("INSERT INTO accounts VALUES (1)")
+    enqueue(conn, work("work"))
+    (job,) = claim(conn)
+    caller, handler = (connect(autocommit=False) for _ in range(2))
+    caller.execute("SET deadlock_timeout = '50ms'")
+    handler.execute("SET deadlock_timeout = '10min'")  # so that the caller is the one to be ended
+    caller.execute("SELECT FROM accounts FOR UPDATE")
+    complete(handler, job)
+    with ThreadPoolExecutor(1) as threads:
+        needs = threads.submit(handler.execute, "SELECT FROM accounts FOR UPDATE")
+        wait_until(
+            lambda: value(
+                conn,
+                "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'",
+                handler.info.backend_pid,
+            ),
+            "the handler waits for the caller",
+        )
+        message = "a transaction that has locked one of them waits for this transaction"
+        with pytest.raises(psycopg.errors.DeadlockDetected, match=message):
+            caller.execute("SELECT * FROM howdah.cancel_jobs(%s)", ([job.id],))
+        caller.rollback()
+        needs.result(60)
+    handler.commit()
+    assert status(conn, job.id) == "completed"
+    conn.execute("DROP TABLE accounts")

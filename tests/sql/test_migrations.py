@@ -92,6 +92,18 @@ def test_a_migration_that_commits_between_two_attempts_to_lock_is_seen(
         assert attempts == 3
 
 
+def test_settings_of_the_role_neither_end_a_migration_nor_hide_what_another_one_committed(
+    conn: Connection,
+) -> None:
+    for setting in ("statement_timeout = '1s'", "default_transaction_isolation = 'serializable'"):
+        conn.execute(f"SET {setting}".encode())
+    sql_steps.drive(conn, migrate.begin("howdah"))
+    assert rows(conn, "SHOW statement_timeout") == [("0",)]
+    assert rows(conn, "SHOW transaction_isolation") == [("read committed",)]
+    conn.execute("ROLLBACK")
+    assert rows(conn, "SHOW statement_timeout") == [("1s",)]
+
+
 def test_migrating_twice_does_nothing_the_second_time(conn: Connection) -> None:
     first = migrate.migrate(conn, "howdah")
     assert ([step.version for step in first.steps], first.functions) == (ALL, True)
@@ -217,12 +229,10 @@ def test_the_script_runs_in_a_client_that_sets_a_savepoint_for_every_statement(
     conn: Connection,
 ) -> None:
     """psql does so with ON_ERROR_ROLLBACK. Functions then belong to subtransactions."""
-    parts = [*migrate.full_script("howdah").partition(release().functions)]
-    functions = re.split(r"^(?=CREATE OR REPLACE)", parts[1], flags=re.MULTILINE)
-    conn.execute(parts[0].encode())
-    for text in functions:
-        conn.execute(f"SAVEPOINT s; {text}; RELEASE s".encode())
-    conn.execute(parts[2].encode())
+    begin, run = re.split(r"^(?=DO \$run\$)", migrate.full_script("howdah"), flags=re.MULTILINE)
+    conn.execute(begin.encode())
+    conn.execute(("SAVEPOINT s; " + run.removesuffix("COMMIT;\n") + "; RELEASE s").encode())
+    conn.execute("COMMIT")
     assert versions(conn) == ALL
 
 
@@ -315,7 +325,9 @@ def test_a_lease_and_an_idempotency_key_survive_an_upgrade(
     (once,) = rows(filled, "SELECT * FROM howdah.jobs WHERE idempotency_key = 'once'")
     migrate.migrate(filled, "howdah", release=newer)
     assert complete(filled, running) == [running.id]
-    assert enqueue(filled, {"job_type": "work", "idempotency_key": "once"}) == [once.id]
+    assert enqueue(filled, {"job_type": "work", "data": once.data, "idempotency_key": "once"}) == [
+        once.id
+    ]
 
 
 def test_code_that_calls_with_the_old_parameters_works_after_an_upgrade(
@@ -347,7 +359,7 @@ def test_an_overload_that_a_step_forgets_to_drop_is_an_error_that_names_it(
         migrate.migrate(filled, "howdah", release=forgetful)
     assert caught.value.diag.message_primary == (
         'schema "howdah" contains functions that this version of Howdah does not have: '
-        "claim_job_batch(text,text[],integer,interval,text[],boolean,boolean)"
+        "claim_job_batch(text,text[],integer,interval,text[],boolean,boolean,boolean)"
     )
     filled.execute("ROLLBACK")
     assert versions(filled) == ALL

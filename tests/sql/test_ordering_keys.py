@@ -290,3 +290,39 @@ def test_a_scheduled_holder_keeps_the_jobs_behind_it_waiting(conn: Connection) -
     _, second = enqueue(conn, keyed("a", delay=3600), keyed("b"))
     assert claim(conn) == []
     assert status(conn, second) == "pending"
+
+
+@pytest.mark.parametrize("way", ["retried", "in savepoints", "in a block"])
+def test_a_key_is_left_to_the_duty_once_however_many_of_its_jobs_one_transaction_adds(
+    conn: Connection, connect: Connect, way: str
+) -> None:
+    """Savepoints and blocks with exceptions write under transaction ids of their own."""
+    work = {"job_type": "work", "ordering_key": "key"}
+    ids = enqueue(conn, *[work] * 3)
+    conn.execute("SELECT howdah.cancel_jobs(%s)", (ids,))
+    enqueue(conn, work)
+    conn.execute("DELETE FROM howdah.unassigned_keys")
+    operator = connect(autocommit=False)
+    operator.execute("SELECT FROM howdah.live_jobs FOR UPDATE")
+    producer = connect(autocommit=False)
+    if way == "retried":
+        producer.execute("SELECT howdah.retry_jobs(%s)", (ids,))
+    elif way == "in savepoints":
+        producer.execute("SELECT 1")
+        for _ in range(3):
+            with producer.transaction():
+                enqueue(producer, work)
+    else:
+        producer.execute(
+            "DO $$ BEGIN FOR n IN 1..3 LOOP BEGIN "
+            "PERFORM howdah.enqueue_job('work', p_ordering_key => 'key'); "
+            "EXCEPTION WHEN division_by_zero THEN NULL; END; END LOOP; END $$"
+        )
+    producer.commit()
+    assert rows(conn, "SELECT ordering_key FROM howdah.unassigned_keys") == [("key",)]
+    operator.rollback()
+    maintain(conn, "keys")
+    done = []
+    while jobs := claim(conn):
+        done += complete(conn, *jobs)
+    assert len(done) == 4

@@ -130,6 +130,9 @@ OTHERS = {
     "recover_expired": f"recover_expired({BATCH})",
     "assign_keys": f"assign_keys({BATCH})",
     "next_due_at": "next_due_at()",
+    "next_wake": "next_wake('worker')",
+    "next_wake of a poll": "next_wake('worker', NULL, '{default}', true)",
+    "pass_wake": "pass_wake('worker')",
     "enqueue_jobs of one": """enqueue_jobs('[{"job_type": "type 1", "ordering_key": "key 4"}]')""",
     "enqueue_jobs": "enqueue_jobs('"
     + json.dumps(
@@ -147,7 +150,11 @@ OTHERS = {
 
 
 def claimed(conn: Connection) -> Fences:
-    jobs = rows(conn, f"SELECT * FROM howdah.claim_job_batch('worker', NULL, {BATCH}, '1 hour')")
+    jobs = rows(
+        conn,
+        f"SELECT * FROM howdah.claim_job_batch('worker', NULL, {BATCH}, '1 hour', "
+        "p_suspects_alone => false)",
+    )
     assert len(jobs) == BATCH
     return fences(jobs)
 
@@ -156,6 +163,8 @@ def prepare(conn: Connection, name: str) -> None:
     """What the statement is to find."""
     if name.startswith("recover"):
         conn.execute("SELECT howdah.extend_jobs(%s, %s, '1 microsecond')", claimed(conn))
+    if name == "pass_wake":
+        conn.execute("SELECT howdah.register_worker('idle', 'host', 1, '{default}', '{type 1}')")
     if name == "assign_keys":
         conn.execute(
             "INSERT INTO howdah.unassigned_keys (ordering_key) "

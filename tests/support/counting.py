@@ -1,5 +1,5 @@
-"""A proxy in front of PostgreSQL that counts round trips: messages after which the client has to wait for the
-server."""
+"""A proxy in front of PostgreSQL that counts connections and round trips: messages after which the client has to
+wait for the server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ class CountingProxy:
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
         self.round_trips = 0
-        threading.Thread(target=self._accept, name="counting-proxy", daemon=True).start()
+        self.connections = 0
+        self._accepting = threading.Thread(target=self._accept, name="counting-proxy", daemon=True)
+        self._accepting.start()
 
     def url(self, database: str, user: str = "howdah") -> str:
         return f"postgresql://{user}@127.0.0.1:{self._listening.getsockname()[1]}/{database}"
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # if it is closed
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._accepting.join()
         self._listening.close()
         for each in self._open:
             each.close()
@@ -39,9 +44,10 @@ class CountingProxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
+                self.connections += 1
                 server = socket.socket(socket.AF_UNIX)
-                server.connect(self._server_socket)
                 self._open += [client, server]
+                server.connect(self._server_socket)
                 for pump in (self._to_server, self._to_client):
                     threading.Thread(target=pump, args=(client, server), daemon=True).start()
 
@@ -53,12 +59,15 @@ class CountingProxy:
                 with self._lock:
                     self.round_trips += waits
                 server.sendall(data)
+        with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_WR)
 
     def _to_client(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(1 << 20):
                 client.sendall(data)
+        # Also after an error: a server that ends with unread bytes resets the connection, and the client would wait.
+        with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
 
 

@@ -35,7 +35,8 @@ _CATALOGS = (
 )  # fmt: skip
 _DUTIES = "howdah.maintenance"
 _MAKE_ALL_DUTIES_DUE = (
-    f"UPDATE {_DUTIES} SET due_at = clock_timestamp(), reached = '-infinity', last_error = NULL"
+    f"UPDATE {_DUTIES} SET due_at = clock_timestamp(), reached = '-infinity', observed = '-infinity', "
+    "state = '{}', took = NULL, last_error = NULL"
 )
 
 

@@ -2,8 +2,9 @@
 
 Handlers write to a ledger outside the database: a file opened with O_APPEND, one JSON object per line. Environment
 variables: FAULT_APP_LEDGER is the path of the ledger, FAULT_APP_LEASE the lease in seconds, FAULT_APP_POLL the
-seconds between polls (long, if only notifications should wake the worker), and FAULT_APP_STOP_TIMEOUT the seconds
-that the process may take to exit after the second signal."""
+seconds between polls (long, if only notifications should wake the worker), FAULT_APP_STOP_TIMEOUT the seconds
+that the process may take to exit after the second signal, FAULT_APP_BLOCKED_EXIT those after the grace period with a
+blocked event loop, and FAULT_APP_PROCESSES the number of task processes."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ from howdah.worker import fetcher
 if TYPE_CHECKING:
     from types import ModuleType
 
+if "FAULT_APP_PROCESSES" in os.environ:
+    os.cpu_count = lambda: int(os.environ["FAULT_APP_PROCESSES"])
+
 app = App(lease=float(os.environ.get("FAULT_APP_LEASE", "30")))
 
 
@@ -37,6 +41,9 @@ if "FAULT_APP_POLL" in os.environ:
 
 if "FAULT_APP_STOP_TIMEOUT" in os.environ:
     replace_seconds(cli, "FORCED_EXIT_SECONDS", "FAULT_APP_STOP_TIMEOUT")
+
+if "FAULT_APP_BLOCKED_EXIT" in os.environ:
+    replace_seconds(cli, "BLOCKED_EXIT_SECONDS", "FAULT_APP_BLOCKED_EXIT")
 
 
 def write(kind: str, job_id: object, attempt: int, **more: object) -> None:
@@ -142,3 +149,15 @@ async def flaky(ctx: Context, key: str, n: int) -> None:
     write("end", ctx.id, ctx.attempt, key=key, n=n)
     if n % 3 == 0 and ctx.attempt == 1:
         raise OSError("not yet")
+
+
+@app.task
+async def executor_nap(ctx: Context, seconds: float) -> None:
+    """Occupies a thread of the event loop's default executor."""
+    write("start", ctx.id, ctx.attempt)
+    await asyncio.to_thread(time.sleep, seconds)
+
+
+@app.task
+async def reporting(ctx: Context) -> None:
+    ctx.progress(50, stage="half")

@@ -29,9 +29,13 @@ class Proxy:
         self._lock = threading.Lock()
         self._links: list[_Link] = []
         self._refuses = False
+        self._refused_numbers: set[int] = set()
+        self._cut_numbers: set[int] = set()
+        self.accepted = 0
         self.cuts = 0
         self.refused = 0
-        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="proxy", daemon=True)
+        self._accepting.start()
 
     def url(self, database: str, user: str = "howdah") -> str:
         return f"postgresql://{user}@127.0.0.1:{self._listening.getsockname()[1]}/{database}"
@@ -65,7 +69,19 @@ class Proxy:
         for each in list(self._open):
             self._close(each)
 
+    def accept(self) -> None:
+        """Accept connections again after `refuse`."""
+        self._refuses = False
+
+    def refuse_one(self, number: int, *, after_bytes: bool = False) -> None:
+        """Close one of the next connections, counted from 1: at once, or when the client has sent something."""
+        numbers = self._cut_numbers if after_bytes else self._refused_numbers
+        numbers.add(self.accepted + number)
+
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # if it is closed
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._accepting.join()
         self._listening.close()
         for each in list(self._open):
             self._close(each)
@@ -74,13 +90,16 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
-                if self._refuses:
+                self.accepted += 1
+                if self.accepted in self._cut_numbers:
+                    client.recv(65536)
+                if self._refuses or self.accepted in self._refused_numbers | self._cut_numbers:
                     client.close()
                     self.refused += 1
                     continue
                 server = socket.socket(socket.AF_UNIX)
-                server.connect(self._server_socket)
                 self._open |= {client, server}
+                server.connect(self._server_socket)
                 with self._lock:
                     self._links.append(_Link(self, client, server))
 

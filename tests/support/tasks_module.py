@@ -57,6 +57,12 @@ def ok(x: int, ctx: Context) -> dict[str, Any]:
     return {"x": x, "attempt": ctx.attempt}
 
 
+@in_each_executor(max_attempts=1)
+def flood(count: int, ctx: Context) -> None:
+    for number in range(count):
+        ctx.event("number", {"n": number})
+
+
 TENANT: ContextVar[str] = ContextVar("tenant", default="nobody")
 
 
@@ -364,3 +370,44 @@ def surrounded(path: str, swallow: bool = False, fail: bool = False) -> str | No
     if fail:
         raise OSError("torn")
     return "returned"
+
+
+# ── runs that report until they are stopped ───────────────────────────────────────────────────────
+
+
+def _steps(path: str, ctx: Context) -> Iterator[int]:
+    """The first run reports until it is stopped; the second reports for a second and returns."""
+    run = 1 if not Path(path).exists() else 2
+    note(path, f"{run} entered")
+    end = time.monotonic() + (LONG_SECONDS if run == 1 else 1)
+    try:
+        while time.monotonic() < end:
+            ctx.event("step", {"run": run})
+            yield run
+    finally:
+        note(path, f"{run} stopped")
+
+
+def reporting_in_thread(path: str, ctx: Context) -> int:
+    run = 0
+    for number in _steps(path, ctx):
+        run = number
+        time.sleep(0.02)
+    return run
+
+
+async def reporting_in_loop(path: str, ctx: Context) -> int:
+    run = 0
+    for number in _steps(path, ctx):
+        run = number
+        await asyncio.sleep(0.02)
+    return run
+
+
+plain.task(name="async:reporting")(reporting_in_loop)
+plain.task(name="thread:reporting")(reporting_in_thread)
+
+
+@plain.task(name="process:reporting", run_in="process")
+def reporting(path: str, ctx: Context) -> int:
+    return reporting_in_thread(path, ctx)

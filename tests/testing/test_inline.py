@@ -18,10 +18,12 @@ from howdah import (
     Context,
     Fail,
     HowdahError,
+    IdempotencyConflict,
     InvalidJob,
     InvalidOption,
     JobCancelled,
     JobFailed,
+    NewJob,
     Retry,
     Snooze,
     Status,
@@ -457,12 +459,37 @@ async def test_awatch_yields_the_events() -> None:
 def test_an_idempotency_key_gives_the_first_job_within_the_block() -> None:
     with inline(app) as log:
         first = double.using(idempotency_key="once").enqueue(1)
-        second = double.using(idempotency_key="once").enqueue(2)
+        second = double.using(idempotency_key="once").enqueue(1)
+        with pytest.raises(IdempotencyConflict, match=str(first.id)):
+            double.using(idempotency_key="once").enqueue(2)
         assert (first.is_new, second.is_new, second.id) == (True, False, first.id)
         assert second.result() == 2
         assert len(log.jobs) == 1
     with inline(app):
         assert double.using(idempotency_key="once").enqueue(3).is_new
+
+
+def test_a_bulk_enqueue_with_an_idempotency_conflict_adds_no_job() -> None:
+    with inline(app) as log:
+        first = double.using(idempotency_key="once").enqueue(1)
+        jobs = [
+            NewJob(job_type="double", data={"number": 5}),
+            NewJob(job_type="double", data={"number": 6}, idempotency_key="other"),
+            NewJob(job_type="double", data={"number": 7}, idempotency_key="once"),
+        ]
+        with pytest.raises(IdempotencyConflict, match=str(first.id)) as caught:
+            app.queue.enqueue_many(jobs)
+        assert caught.value.index == 2
+        assert [job.id for job in log.jobs] == [first.id]
+        assert double.using(idempotency_key="other").enqueue(8).is_new
+
+
+def test_jobs_of_one_bulk_enqueue_share_an_idempotency_key() -> None:
+    with inline(app) as log:
+        job = NewJob(job_type="double", data={"number": 5}, idempotency_key="once")
+        first, second = app.queue.enqueue_many([job, job])
+        assert (first.is_new, second.is_new, second.id) == (True, False, first.id)
+        assert len(log.jobs) == 1
 
 
 def test_handle_and_find_find_a_job() -> None:
@@ -537,7 +564,7 @@ def test_a_chain_of_200_jobs_does_not_reach_the_recursion_limit() -> None:
 
 
 def test_a_task_that_enqueues_itself_without_end_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howdah.testing.inlining.MAX_RUNS", 50)
+    monkeypatch.setattr("howdah.testing.inline_jobs.MAX_RUNS", 50)
     other = App()
 
     @other.task

@@ -15,13 +15,16 @@ from howdah.outcome import Completed
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker.completer import Completer
 from howdah.worker.throughput import Throughput
+from waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import psycopg
+    import pytest
 
     from howdah import JobQueue
+    from proxy import Proxy
 
 LEASE = timedelta(seconds=30)
 
@@ -48,12 +51,90 @@ async def test_a_stale_run_is_rejected_in_the_same_batch_as_the_newer_run_of_its
         completer.put(run, Completed(None))
         if job.claims == 1:
             assert conn.execute("SELECT howdah.recover_stale_jobs()").fetchone() == (1,)
-    writing = asyncio.create_task(completer.run())
+    writing = asyncio.gather(completer.run(), completer.run_locked(), completer.run_rejected())
     async with asyncio.timeout(240):
         await completer.drain()
     writing.cancel()
     await asyncio.to_thread(hooks.stop)
-    assert states == ["lost", "completed"]
+    assert sorted(states) == ["completed", "lost"]
     assert queue.get(job.id).status == "completed"
+    await store.close()
+    await asyncio.to_thread(heartbeat_store.close)
+
+
+async def test_the_second_try_to_complete_a_job_counts_as_its_own(
+    proxy: Proxy, database: str, queue: JobQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first was executed, its answer was lost, and the database could not be reached for longer than a statement
+    is retried."""
+    statements = WorkerStatements("howdah")
+    name = database.partition("?")[0].rpartition("/")[2]
+    store = AsyncStore(proxy.url(name), "howdah", timeout=0.3)
+    heartbeat_store = Store(database, "howdah")
+    states: list[str] = []
+    hooks = Hooks([lambda change: states.append(change.state)])
+    heartbeat = Heartbeat(heartbeat_store, statements, LEASE, lambda run: None)
+    completer = Completer(store, statements, heartbeat, hooks, Throughput())
+    queue.enqueue("work")
+    (job,) = await store.run(
+        statements.claim("worker", ["work"], 1, LEASE, ["default"], ignore_heads=True)
+    )
+    run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
+    heartbeat.add(run)
+    proxy.cut(b"cut-here", executed=True, then=proxy.refuse)
+    completer.put(run, Completed('"cut-here"'))
+    writing = asyncio.gather(completer.run(), completer.run_locked(), completer.run_rejected())
+    await eventually(
+        lambda: "outcomes could not be written; retrying" in caplog.text, "the first try failed"
+    )
+    assert queue.get(job.id).status == "completed"
+    proxy.accept()
+    async with asyncio.timeout(120):
+        await completer.drain()
+    writing.cancel()
+    await asyncio.to_thread(hooks.stop)
+    assert states == ["completed"]
+    assert "lease" not in caplog.text
+    await store.close()
+    await asyncio.to_thread(heartbeat_store.close)
+
+
+async def test_outcomes_that_a_server_timeout_always_cancels_end_by_rule_and_keep_no_other(
+    database: str, queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]]
+) -> None:
+    """One job of a batch can never be completed within `statement_timeout`: its attempt fails and is retried."""
+    conn, statements = connect(), WorkerStatements("howdah")
+    conn.execute(
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN IF NEW.result = '\"slow\"' THEN PERFORM pg_sleep(60); END IF; RETURN NEW; END $$"
+    )
+    conn.execute(
+        "CREATE TRIGGER slow BEFORE INSERT ON howdah.finished_jobs FOR EACH ROW EXECUTE FUNCTION slow()"
+    )
+    name = conn.info.dbname
+    conn.execute(f"ALTER DATABASE {name} SET statement_timeout = '400ms'".encode())
+    store, heartbeat_store = AsyncStore(database, "howdah"), Store(database, "howdah")
+    states: dict[object, str] = {}
+    hooks = Hooks([lambda change: states.update({change.id: change.state})])
+    heartbeat = Heartbeat(heartbeat_store, statements, LEASE, lambda run: None)
+    completer = Completer(store, statements, heartbeat, hooks, Throughput())
+    queue.enqueue_many([{"job_type": "work"}] * 8)
+    jobs = await store.run(
+        statements.claim("worker", ["work"], 8, LEASE, ["default"], ignore_heads=True)
+    )
+    for number, job in enumerate(jobs):
+        run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
+        heartbeat.add(run)
+        completer.put(run, Completed('"slow"' if number == 3 else "1"))
+    writing = asyncio.create_task(completer.run())
+    async with asyncio.timeout(120):
+        await completer.drain()
+    writing.cancel()
+    await asyncio.to_thread(hooks.stop)
+    assert [states[job.id] for job in jobs].count("completed") == 7
+    assert states[jobs[3].id] == "retrying"
+    slow = queue.get(jobs[3].id)
+    assert (slow.status, slow.attempts) == ("pending", 1)
+    assert "statement timeout" in (slow.last_error or "")
     await store.close()
     await asyncio.to_thread(heartbeat_store.close)

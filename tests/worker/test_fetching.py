@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import statistics
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -25,18 +24,6 @@ if TYPE_CHECKING:
 
     from conftest import RunWorker
     from howdah import App, JobQueue
-
-
-@pytest.fixture
-def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
-    return connect()
-
-
-@pytest.fixture
-def hourly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Polls once an hour: something else must have woken the worker."""
-    monkeypatch.setattr(fetcher, "POLL_SECONDS", 3600.0)
-    monkeypatch.setattr(fetcher, "POLL_SECONDS_LISTENING", 3600.0)
 
 
 def add_nap(app: App) -> None:
@@ -103,9 +90,9 @@ class Waits:
         self.for_notification = self.for_demand = 0
         poll_seconds, wait_for_demand = fetcher.Fetcher._poll_seconds, Slots.wait_for_demand
 
-        def count_notification(waiting: fetcher.Fetcher, until_due: float | None) -> float:
+        def count_notification(waiting: fetcher.Fetcher) -> float:
             self.for_notification += 1
-            return poll_seconds(waiting, until_due)
+            return poll_seconds(waiting)
 
         async def count_demand(slots: Slots) -> None:
             self.for_demand += 1
@@ -122,15 +109,20 @@ class Disturbance:
     """Measures how late the machine itself is, by short sleeps and claims that find nothing."""
 
     def __init__(self) -> None:
-        self.late: list[float] = []
+        self._samples: list[tuple[float, float, float]] = []  # begin, end, seconds late
 
     async def measure(self, database: str) -> None:
         async with await psycopg.AsyncConnection.connect(database, autocommit=True) as conn:
             while True:
-                began = time.monotonic()
+                began = time.time()
                 await asyncio.sleep(0.01)
                 await conn.execute("SELECT * FROM howdah.claim_job_batch('nobody', '{nothing}')")
-                self.late.append(time.monotonic() - began - 0.01)
+                ended = time.time()
+                self._samples.append((began, ended, ended - began - 0.01))
+
+    def late(self, since: float, until: float) -> float:
+        """How late the machine was at most within this time."""
+        return max((late for a, b, late in self._samples if a <= until and b >= since), default=0.0)
 
 
 @pytest.mark.usefixtures("hourly")
@@ -146,13 +138,15 @@ async def test_due_times_wake_an_idle_worker(
         await app.aqueue.enqueue_many(jobs)
         await completed(conn, 12)
         measuring.cancel()
-    rows = conn.execute("SELECT extract(epoch FROM started_at - run_at) FROM howdah.jobs")
-    late = sorted(float(seconds) for (seconds,) in rows)
-    assert late[0] >= 0
+    times = conn.execute(
+        "SELECT extract(epoch FROM run_at)::float8, extract(epoch FROM started_at)::float8 "
+        "FROM howdah.jobs"
+    ).fetchall()
+    assert all(started >= due for due, started in times)
     # A busy machine delays some jobs; a worker that wakes up late would delay all of them. Between timer and
     # handler a job waits for a processor several times, the measurement once or twice.
-    machine_late = statistics.median(machine.late)
-    assert late[len(late) // 4] < 0.05 + 3 * machine_late, (late, machine_late)
+    late = sorted(started - due - 3 * machine.late(due, started) for due, started in times)
+    assert late[len(late) // 4] < 0.05, str(late)
 
 
 @pytest.mark.usefixtures("hourly")
@@ -465,23 +459,27 @@ async def test_a_worker_whose_caller_is_cancelled_releases_its_jobs(
 def test_jobs_of_an_ordering_key_run_one_at_a_time_and_in_order_on_two_workers_with_retries(
     tmp_path: Path, database: str, queue: JobQueue, conn: psycopg.Connection[Any]
 ) -> None:
-    keys, length = ["a", "b", "c", "d"], 12
+    keys, length = ["a", "b", "c", "d"], 0
     children = Children(tmp_path, database)
     try:
         workers = [children.start("--concurrency", "8").ready() for _ in range(2)]
-        for n in range(length):
-            queue.enqueue_many(
-                [
-                    NewJob(
-                        job_type="flaky",
-                        data={"key": key, "n": n},
-                        ordering_key=key,
-                        max_attempts=5,
-                    )
-                    for key in keys
-                ]
-            )
-        until(lambda: all_ended(conn), "every job ended")
+        # One worker may be fast enough for all of them: more jobs until both have run some.
+        while length < 12 or len({entry["pid"] for entry in children.ledger("start")}) < 2:
+            assert length < 1200
+            for n in range(length, length + 12):
+                queue.enqueue_many(
+                    [
+                        NewJob(
+                            job_type="flaky",
+                            data={"key": key, "n": n},
+                            ordering_key=key,
+                            max_attempts=5,
+                        )
+                        for key in keys
+                    ]
+                )
+            length += 12
+            until(lambda: all_ended(conn), "every job ended")
         for worker in workers:
             worker.send(signal.SIGTERM)
         assert [worker.wait() for worker in workers] == [0, 0]
@@ -497,5 +495,4 @@ def test_jobs_of_an_ordering_key_run_one_at_a_time_and_in_order_on_two_workers_w
     for key in keys:
         ran = [(e["kind"], e["n"], e["attempt"]) for e in entries if e["key"] == key]
         assert ran == expected
-    assert len({entry["pid"] for entry in entries}) == 2
     assert conn.execute("SELECT DISTINCT status FROM howdah.jobs").fetchall() == [("completed",)]

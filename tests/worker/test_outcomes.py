@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from howdah import JobCancelled, JobFailed, Retry, Status
+from howdah.execution.handler import CANCELLED_BY_ITSELF
 from howdah.worker import processes
 from tasks_module import note
 from waiting import DEADLINE_SECONDS, ended, eventually, lines
@@ -404,7 +405,10 @@ async def test_a_cancelled_error_of_the_handlers_own_is_a_failure(
 
     async with running_worker(app, concurrency=1):
         job = await ended(await awaits_cancelled.aenqueue())
-        assert (job.status, job.last_error) == (Status.FAILED, "CancelledError")
+        assert (job.status, job.last_error) == (
+            Status.FAILED,
+            f"CancelledError: {CANCELLED_BY_ITSELF}",
+        )
         assert await (await fine.aenqueue()).aresult(120) == "fine"
 
 

@@ -8,33 +8,17 @@ import socket
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
-import pytest
 
 from children import Child, Children, all_ended
 from howdah import JobQueue
 from howdah.embedded import EmbeddedServer
 from waiting import until
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 HOURLY = {"FAULT_APP_POLL": "3600", "FAULT_APP_LEASE": "3"}
 BURST = [{"job_type": "nap", "data": {"seconds": 0.02}, "max_attempts": 5}] * 150
-
-
-@pytest.fixture
-def children(tmp_path: Path, database: str) -> Iterator[Children]:
-    children = Children(tmp_path, database)
-    yield children
-    children.close()
-
-
-@pytest.fixture
-def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
-    return connect()
 
 
 def listens(conn: psycopg.Connection[Any], besides: int | None = None) -> int | None:

@@ -9,31 +9,17 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from children import Child, Children, all_ended, is_alive, offspring
 from howdah.database.listener import Listener
 from waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import psycopg
 
     from howdah import JobQueue
-
-
-@pytest.fixture
-def children(tmp_path: Path, database: str) -> Iterator[Children]:
-    children = Children(tmp_path, database)
-    yield children
-    children.close()
-
-
-@pytest.fixture
-def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
-    return connect()
+    from proxy import Proxy
 
 
 def stop(worker: Child) -> None:
@@ -148,6 +134,29 @@ def test_a_worker_can_be_stopped_while_it_waits_for_its_database(
     stop(worker)
 
 
+def test_a_stop_keeps_its_time_while_the_server_is_silent(
+    tmp_path: Path, database: str, proxy: Proxy, queue: JobQueue
+) -> None:
+    children = Children(tmp_path, proxy.url(database.partition("?")[0].rpartition("/")[2]))
+    try:
+        worker = children.start("--grace", "1").ready()
+        for kind in ("nap", "thread_nap", "process_nap"):
+            queue.enqueue(kind, {"seconds": 3600})
+        started(children, 3)
+        proxy.swallow()
+        worker.send(signal.SIGTERM)
+        began = time.monotonic()
+
+        def is_gone() -> bool:
+            proxy.swallow()  # new connections become silent, too
+            return worker.process.poll() is not None
+
+        until(is_gone, "the worker stopped")
+        assert time.monotonic() - began < 1 + 15, worker.log.read_text()
+    finally:
+        children.close()
+
+
 def test_a_second_signal_also_stops_a_worker_whose_event_loop_is_blocked(
     children: Children, queue: JobQueue
 ) -> None:
@@ -160,6 +169,21 @@ def test_a_second_signal_also_stops_a_worker_whose_event_loop_is_blocked(
     time.sleep(0.3)
     worker.send(signal.SIGINT)
     assert worker.wait() == 1
+
+
+def test_one_signal_stops_a_worker_whose_event_loop_stays_blocked(
+    children: Children, queue: JobQueue, conn: psycopg.Connection[Any]
+) -> None:
+    worker = children.start("--grace", "1", FAULT_APP_LEASE="3", FAULT_APP_BLOCKED_EXIT="2").ready()
+    job = queue.enqueue("block", {"seconds": 3600})
+    started(children, 1)
+    worker.send(signal.SIGTERM)
+    assert worker.wait() == 1, worker.log.read_text()
+    [line] = worker.logged("a handler blocks the event loop; ending the worker without its jobs")
+    assert (line["job_id"], line["job_type"]) == (str(job.id), "block")
+    assert line["running"] == [f"block {job.id}"]
+    children.start().ready()
+    until(lambda: len(children.ledger("start")) == 2, "another worker runs the job")
 
 
 async def test_a_listener_stops_at_any_point_of_its_work(database: str) -> None:

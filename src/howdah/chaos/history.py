@@ -15,6 +15,7 @@ LEASE_LINES = {
     "start": "starts",
     "effect": "effects",
     "beat": "beats",
+    "report": "reports",
     "ack-invoked": "invoked",
     "ack-accepted": "accepted",
     "ack-refused": "refused",
@@ -43,12 +44,13 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Database:
-    """What the checker reads from the database: every job, every error event as (job, attempt), and per job the
-    number of rows that its handler wrote together with its completion."""
+    """What the checker reads from the database: every job, every error event as (job, attempt), per job the number
+    of rows that its handler wrote together with its completion, and the reports of runs as (job, fence)."""
 
     rows: Sequence[Row]
     errors: Sequence[tuple[str, int]] = ()
     effects: dict[str, int] = field(default_factory=dict)
+    reports: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class Lease:
     starts: list[Line] = field(default_factory=list)
     effects: list[Line] = field(default_factory=list)
     beats: list[Line] = field(default_factory=list)
+    reports: list[Line] = field(default_factory=list)
     invoked: list[Line] = field(default_factory=list)
     accepted: list[Line] = field(default_factory=list)
     refused: list[Line] = field(default_factory=list)

@@ -15,6 +15,7 @@ Kinds of lines, and their fields besides `t`, `pid` and `kind`:
     announce              job, fence    the worker wrote to the database that it starts the job
     start, effect         job, fence, attempt   the handler started; the handler did its work
     beat                  job, fence, asked     the database extended the lease
+    report                job, fence, attempt   the handler is about to report an event with its fence
     ack-invoked           job, fence, what, final   complete, fail, release or stop is being sent
     ack-accepted, ack-refused, ack-unknown          job, fence, what, final, asked
     trouble               asked, function, claimed   a worker's statement failed because the database was

@@ -15,7 +15,7 @@ from howdah.chaos import ledger as ledgers
 from howdah.chaos.checker import Checker, Finding
 from howdah.chaos.history import Database, History, Row
 from howdah.chaos.process_faults import Mixed
-from howdah.chaos.processes.environment import BARE, EFFECTS
+from howdah.chaos.processes.environment import BARE, EFFECTS, REPORT
 from howdah.chaos.processes.producer import PRIORITIES
 from howdah.chaos.processes.supervisor import ChaosError, Supervisor
 from howdah.chaos.scenario import Fault, RunContext, Scenario
@@ -45,8 +45,12 @@ _SAMPLES = """
 """
 _OVERDUE = """
     SELECT id::text, lease_id::text, extract(epoch FROM clock_timestamp() - lease_expires_at)::float8
-    FROM {s}.live_jobs
+    FROM {s}.live_jobs AS j
     WHERE status = 'claimed' AND lease_expires_at < clock_timestamp() - make_interval(secs => %s)
+      AND NOT EXISTS (
+          SELECT FROM {s}.extended_leases AS e
+          WHERE e.job_id = j.id AND e.lease_id = j.lease_id AND e.written_at <= clock_timestamp()
+            AND e.expires_at > clock_timestamp() - make_interval(secs => %s))
 """
 _ROWS = """
     SELECT id::text, seq, status, job_type, queue, priority, attempts, max_attempts, claims,
@@ -266,7 +270,7 @@ class Run:
                     conn = self.place.connect()
                 row = conn.execute(_SAMPLES.format(s=self._schema, bare=BARE).encode()).fetchone()
                 for job, fence, seconds in conn.execute(
-                    _OVERDUE.format(s=self._schema).encode(), (OVERDUE_SECONDS,)
+                    _OVERDUE.format(s=self._schema).encode(), (OVERDUE_SECONDS, OVERDUE_SECONDS)
                 ).fetchall():
                     self.ledger.write("overdue", job=job, fence=fence, seconds=seconds)
             except DatabaseError:
@@ -338,7 +342,16 @@ def read_database(place: Place) -> Database:
         effects = conn.execute(
             f"SELECT job_id::text, count(*)::int FROM {schema}.{EFFECTS} GROUP BY 1".encode()
         ).fetchall()
-    return Database(rows, [(job, attempt) for job, attempt in errors], dict(effects))
+        reports = conn.execute(
+            f"SELECT job_id::text, data ->> 'fence' FROM {schema}.job_events WHERE kind = %s".encode(),
+            (REPORT,),
+        ).fetchall()
+    return Database(
+        rows,
+        [(job, attempt) for job, attempt in errors],
+        dict(effects),
+        frozenset((job, fence) for job, fence in reports),
+    )
 
 
 __all__ = ["ChaosError", "Load", "Run", "Verdict", "perform"]

@@ -159,6 +159,8 @@ class RunContext:
             worker, producer   anything that happens to one process, named by `target=pid`
             neighbour          none: it happens in the same database and must disturb no job
             delay              every process may wait; no statement fails, nothing is undone
+            clock              the server's clock jumps `by` seconds and comes back: a jump ahead ends leases
+                               early, and what is ordered by time may change its order
             connection         statements fail, and whether they were committed is unknown
             server             the same, and claims that were not flushed are undone: a crash
         """

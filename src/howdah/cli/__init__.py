@@ -6,6 +6,9 @@ Commands raise HowdahError. The group prints it as one sentence on stderr and se
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from typing import Any
 
 import click
@@ -34,7 +37,7 @@ from howdah.cli.commands.tail import tail_command
 from howdah.cli.commands.top import top_command
 from howdah.cli.commands.watch import wait_command, watch_command
 from howdah.cli.commands.worker import worker_command
-from howdah.cli.output import clean
+from howdah.encoding.visible_text import clean
 from howdah.errors import DatabaseUnreachable, HowdahError, JobCancelled, JobFailed, JobNotFound
 from howdah.insight.find import AmbiguousId, NoSuchJob
 
@@ -95,10 +98,23 @@ def exit_code(error: HowdahError) -> int:
             return 1
 
 
+def _open_standard_streams() -> None:
+    """Open /dev/null where the parent closed a standard stream. A socket would get its number, and libuv
+    aborts the process when it closes one of these."""
+    with contextlib.suppress(OSError):
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # it was closed when Python started
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the whole process
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="howdah")
 def main() -> None:
     """Background jobs on the PostgreSQL you already have."""
+    _open_standard_streams()
 
 
 for group in SECTIONS.values():

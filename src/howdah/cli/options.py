@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from howdah.database import connection
+from howdah.database import connection, driver_errors
 from howdah.database.connection import Connection, ConnectionFailed, UnreadableUrl
 from howdah.embedded import resolve_url
 from howdah.encoding import database_url
-from howdah.errors import DatabaseUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from howdah.errors import DatabaseUnreachable
 
 CONNECT_TIMEOUT_SECONDS = 10
 
@@ -62,9 +63,7 @@ def connect(url: str) -> Connection:
 
 def unreachable(url: str, error: BaseException) -> DatabaseUnreachable:
     """A driver's error as a DatabaseUnreachable that names the database."""
-    host, database = database_url.host_and_database(url)
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return DatabaseUnreachable(host, database, lines[0].rstrip("."))
+    return driver_errors.unreachable(database_url.host_and_database(url), error)
 
 
 __all__ = [

@@ -1,12 +1,11 @@
 """Formats output: tables that fit the terminal, readable times, and one JSON object per line for programs.
 
-Text from the database may come from anyone, so control characters are escaped and never sent to the
-terminal. Piped output is neither cut nor colored."""
+Text from the database may come from anyone, so it is cleaned (`encoding/visible_text.py`). Piped output is neither
+cut nor colored."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from howdah.encoding.visible_text import clean
 from howdah.insight.durations import format_duration
 from howdah.model import Job, Status
 
@@ -56,18 +56,6 @@ _SIGNS = {
     "event": ("•", "*"),
     "more": ("…", "..."),
 }
-# C0 and C1 except the newline, and the characters that change the writing direction.
-_CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-def clean(text: str) -> str:
-    """The text with control characters escaped."""
-    return _CONTROL.sub(_visible, text)
-
-
-def _visible(found: re.Match[str]) -> str:
-    character = found[0]
-    return "    " if character == "\t" else "" if character == "\r" else ascii(character)[1:-1]
 
 
 def one_line(text: object) -> str:

@@ -78,7 +78,13 @@ class Session:
         if self.conn.closed:
             self.conn = connect(self.url)
         with self.translated_errors():
-            rows = connection.fetch(self.conn, statement.text, statement.parameters)
+            try:
+                rows = connection.fetch(self.conn, statement.text, statement.parameters)
+            except connection.InsufficientPrivilege:
+                if statement.fallback is None:
+                    raise
+                statement = statement.fallback()
+                rows = connection.fetch(self.conn, statement.text, statement.parameters)
         return statement.decode(rows)
 
     @contextlib.contextmanager

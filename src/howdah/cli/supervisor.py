@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -11,14 +10,17 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from howdah.encoding.safe_logger import get_logger
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL_SECONDS = 0.25
 RESTART_DELAY_SECONDS = 1.0
-KILL_AFTER_SECONDS = 10.0  # added to the grace period
+# After the grace period: a child whose event loop is blocked says so, and ends, before.
+KILL_AFTER_SECONDS = 20.0
 SUPERVISOR_VARIABLE = "HOWDAH_SUPERVISOR"
 
 
@@ -37,7 +39,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until a signal arrives. Returns the first exit code that is not 0."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         seen = dict(_sources()) if self._reload else {}
         while not self._signals:
@@ -106,6 +108,15 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that stop a worker gracefully. A closed terminal sends SIGHUP, except to a program that was
+    started with nohup, which ignores it."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
 
 
 def stop_with_supervisor() -> bool:

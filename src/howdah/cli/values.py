@@ -7,6 +7,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from howdah.encoding.validation import check_option_text
+from howdah.encoding.visible_text import clean
 from howdah.errors import InvalidOption
 from howdah.insight.durations import parse_duration
 from howdah.insight.filters import parse_condition, parse_status, parse_value
@@ -29,7 +30,7 @@ class Misuse(click.UsageError):
     """Wrong input: one sentence without the usage text, exit code 2."""
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"Error: {self.format_message()}", file=file, err=file is None)
+        click.echo(f"Error: {clean(self.format_message())}", file=file, err=file is None)
 
 
 class Duration(ParamType):

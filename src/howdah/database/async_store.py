@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,17 +20,20 @@ from howdah.database.driver_errors import (
     raise_translated,
     seconds_left,
 )
+from howdah.database.loop_pool import LoopPool
+from howdah.database.own_thread import run_in_own_thread
 from howdah.database.retry_loop import (
     COMMAND_TIMEOUT_SECONDS,
     POOL_CONNECTIONS,
-    RETRY_DELAY_SECONDS,
     TIMEOUT_SECONDS,
     RetryLoop,
     StoreSettings,
 )
+from howdah.database.session_setup import READ_STRICT, SESSION_SETUP
 from howdah.embedded import resolve_url
 from howdah.encoding import database_url
-from howdah.errors import InvalidOption, NoDatabase, SchemaMissing
+from howdah.errors import InvalidOption, NoDatabase, NotPermitted, SchemaMissing
+from howdah.protocol.per_loop import PerLoop
 from howdah.protocol.statements import Statements
 
 if TYPE_CHECKING:
@@ -43,9 +45,13 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 CLOSE_TIMEOUT_SECONDS = 5.0
-KEPT_CONNECTIONS = 2  # a worker has a claim and an acknowledgement in flight at once
-KEPT_SECONDS = 300.0  # after this, a firewall or proxy may have dropped an idle connection
-_POOLER_OPTIONS = {"statement_cache_size": 0}
+_POOLER_OPTIONS: dict[str, Any] = {"statement_cache_size": 0}
+# A role or database may have a stricter default, whose snapshots are too old to hand over ordering keys. A
+# pooler may refuse these settings; through one, BEGIN sets the isolation level of every statement. JIT: no
+# statement of ours runs for long enough to be worth compiling.
+_SESSION_OPTIONS: dict[str, Any] = {
+    "server_settings": {"default_transaction_isolation": "read committed", "jit": "off"}
+}
 
 
 class AsyncStore:
@@ -70,25 +76,27 @@ class AsyncStore:
         )
         self._settings.address = ("the given pool's server", "(the given pool's)")
         self._is_behind_pooler = False
-        self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
-        self._opening: asyncio.Lock | None = None
-        self._pool: asyncpg.Pool | None = None
-        self._kept: list[tuple[float, Any]] = []
-        self._acquiring = 0
+        self._is_strict = False  # transactions of the caller's pool: `READ_STRICT`
+        self._pools = PerLoop(LoopPool)
         self._url = ""
         self._schema_seen = False
 
     async def run(self, statement: Statement[T], conn: Any = None) -> T:
         """Run one statement, by itself or in the caller's transaction."""
         if conn is None:
-            return (await self.run_all([statement]))[0]
+            try:
+                return (await self.run_all([statement]))[0]
+            except NotPermitted:
+                if statement.fallback is None:
+                    raise
+                return (await self.run_all([statement.fallback()]))[0]
         schema = self._settings.schema
         try:
             if self._settings.create and not self._schema_seen:
                 check = Statements(schema).has_schema()
                 if not check.decode(await caller_connection.arun(conn, check)):
                     # Not on the caller's connection: a rollback there would undo the migration.
-                    await self._open_pool()
+                    await self._open_pool(self._pools.get())
                 self._schema_seen = True
             rows = await caller_connection.arun(conn, statement)
         except NoDatabase:
@@ -100,17 +108,34 @@ class AsyncStore:
     async def run_all(self, statements: Iterable[Statement[T]]) -> list[T]:
         """Run statements in one transaction, from the start again if the connection breaks. An iterable may
         build them while they are sent."""
-        loop = RetryLoop(self._settings)
+        loop = RetryLoop(self._settings, statements)
+        here = self._pools.get()
         while True:
             pool = None
             try:
-                pool = await self._open_pool(loop.deadline)
-                return await self._attempt(pool, statements, loop)
-            except ASYNC_ERRORS as error:
+                pool = await self._open_pool(here, loop.deadline)
+                answers = await self._attempt(here, pool, statements, loop)
+            except (*ASYNC_ERRORS, asyncio.CancelledError) as raised:
+                error = _raise_own_cancellation(raised)
                 if pool is not None and is_schema_missing(error):
                     await self._check_schema(pool)
                 loop.after(error)
-            await asyncio.sleep(RETRY_DELAY_SECONDS)
+                pause = loop.pause(error)
+            else:
+                if self._settings.is_failing:
+                    self._settings.note_success()
+                return answers
+            await asyncio.sleep(pause)
+
+    @property
+    def command_timeout(self) -> float:
+        """Seconds to wait for the answer to one statement."""
+        return self._settings.command_timeout
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt found no usable connection."""
+        return self._settings.is_failing
 
     async def _check_schema(self, pool: asyncpg.Pool) -> None:
         """Raise `SchemaTooNew` if a newer Howdah has migrated the schema while this process runs."""
@@ -119,14 +144,18 @@ class AsyncStore:
             await sql_steps.adrive(conn, check, self._settings.command_timeout)
 
     async def _attempt(
-        self, pool: asyncpg.Pool, statements: Iterable[Statement[T]], loop: RetryLoop
+        self,
+        here: LoopPool,
+        pool: asyncpg.Pool,
+        statements: Iterable[Statement[T]],
+        loop: RetryLoop,
     ) -> list[T]:
         # At least one whole checkout: creating the schema on the first call may have taken the timeout.
         timeout = seconds_left(loop.deadline, self._settings.checkout_timeout)
-        conn = await self._acquire(pool, timeout)
+        conn = await here.acquire(pool, timeout)
         is_single = isinstance(statements, list) and len(statements) == 1
         try:
-            if is_single and not self._is_behind_pooler:
+            if is_single and not (self._is_behind_pooler or self._is_strict):
                 rows = [(each, await self._fetch(conn, each, loop.resend)) for each in statements]
             else:
                 async with self._transaction(conn):
@@ -138,43 +167,13 @@ class AsyncStore:
             if isinstance(error, ASYNC_ERRORS) and is_connection_lost(error):
                 conn.terminate()
                 if self._settings.is_own_pool:
-                    # Nor are the other connections: each would have to time out before it is replaced.
-                    await pool.expire_connections()
-                    for _, other in self._kept:
-                        other.terminate()
-                    await self._release_kept(pool)
+                    await here.expire(pool)
+            elif isinstance(error, asyncio.CancelledError) and self._settings.is_own_pool:
+                conn.terminate()  # a release would wait for an answer that may never come
             await pool.release(conn)
             raise
-        if self._may_keep(pool):
-            self._kept.append((time.monotonic(), conn))
-        else:
-            await pool.release(conn)
+        await here.release(pool, conn, is_own=pool is not self._database)
         return [statement.decode(answer) for statement, answer in rows]
-
-    async def _acquire(self, pool: asyncpg.Pool, timeout: float) -> Any:
-        """A connection, if possible a kept one: a checkout takes longer than a short statement."""
-        while self._kept:
-            since, conn = self._kept.pop()
-            if not conn.is_closed() and time.monotonic() - since < KEPT_SECONDS:
-                return conn
-            conn.terminate()
-            await pool.release(conn)
-        self._acquiring += 1
-        try:
-            return await pool.acquire(timeout=timeout)
-        finally:
-            self._acquiring -= 1
-
-    def _may_keep(self, pool: asyncpg.Pool) -> bool:
-        """Whether a connection may be kept out of the pool: no caller waits for one, and the pool is not
-        being closed."""
-        is_free = self._pool is pool is not self._database and not self._acquiring
-        return is_free and len(self._kept) < KEPT_CONNECTIONS
-
-    async def _release_kept(self, pool: asyncpg.Pool) -> None:
-        """Release the kept connections to the pool."""
-        while self._kept:
-            await pool.release(self._kept.pop()[1])
 
     async def _fetch(self, conn: Any, statement: Statement[Any], resend: bool) -> Rows:
         timeout = statement.timeout or self._settings.command_timeout
@@ -186,7 +185,7 @@ class AsyncStore:
         """`conn.transaction()` with a timeout, which a caller's pool may not have."""
         timeout = self._settings.command_timeout
         with _unanswered_after(timeout):
-            await conn.execute("BEGIN", timeout=timeout)
+            await conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED", timeout=timeout)
         try:
             yield
         except Unanswered:
@@ -198,71 +197,68 @@ class AsyncStore:
         with _unanswered_after(timeout):
             await conn.execute("COMMIT", timeout=timeout)
 
-    async def _open_pool(self, deadline: float | None = None) -> asyncpg.Pool:
+    async def _open_pool(self, here: LoopPool, deadline: float | None = None) -> asyncpg.Pool:
         """The pool of this event loop. The first caller opens it, and others wait for that."""
-        owner = (os.getpid(), asyncio.get_running_loop())
-        if self._owner != owner:
-            # The pool of another loop or process can neither be used nor closed here.
-            self._owner, self._pool, self._opening = owner, None, asyncio.Lock()
-            self._kept, self._acquiring = [], 0
-        if self._pool is None:
-            assert self._opening is not None  # noqa: S101 - set together with _owner
+        if here.pool is None:
             if deadline is None:
                 deadline = time.monotonic() + self._settings.timeout
             async with asyncio.timeout(seconds_left(deadline)):
-                await self._opening.acquire()
+                await here.opening.acquire()
             try:
-                if self._pool is None:
-                    self._pool = await self._connect_pool(deadline)
+                if here.pool is None:
+                    here.pool = await self._connect_pool(deadline)
             finally:
-                self._opening.release()
-        return self._pool
+                here.opening.release()
+        return here.pool
 
     async def _connect_pool(self, deadline: float) -> asyncpg.Pool:
         settings = self._settings
         if isinstance(self._database, asyncpg.Pool):
             pool = self._database
         else:
-            if not self._url:
-                self._url = await asyncio.to_thread(resolve_url, self._database)
-                settings.address = database_url.host_and_database(self._url)
-            self._is_behind_pooler = await _is_pooler(self._url, deadline)
+            self._is_behind_pooler = await _is_pooler(await self.url(), deadline)
             pool = await asyncpg.create_pool(
                 self._url,
                 min_size=0,
                 max_size=POOL_CONNECTIONS,
                 timeout=CONNECT_TIMEOUT_SECONDS,
                 command_timeout=settings.command_timeout,
+                init=_set_up_session,
                 reset=_skip_reset,
-                **(_POOLER_OPTIONS if self._is_behind_pooler else {}),
+                **(_POOLER_OPTIONS if self._is_behind_pooler else _SESSION_OPTIONS),
             )
         prepare = migrate.prepare(settings.schema, create=settings.create)
         try:
             async with _acquire(pool, deadline) as conn:
                 await sql_steps.adrive(conn, prepare, settings.command_timeout)
+                if pool is self._database:
+                    self._is_strict = await conn.fetchval(
+                        READ_STRICT, timeout=settings.command_timeout
+                    )
         except BaseException:
             if settings.is_own_pool:
                 pool.terminate()
             raise
-        settings.last_error = None
         return pool
 
     async def url(self) -> str:
-        """The URL of this store's database."""
-        await self._open_pool()
+        """The URL of this store's database. Opens no connection."""
+        if not self._url and not isinstance(self._database, asyncpg.Pool):
+            self._url = await run_in_own_thread(resolve_url, self._database)
+            self._settings.address = database_url.host_and_database(self._url)
         return self._url
 
     async def close(self) -> None:
-        """Close the pool, unless it is the caller's. The next call opens it again."""
-        pool, self._pool = self._pool, None
-        if pool is None or pool is self._database or self._owner is None:
+        """Close the pool of this event loop, unless it is the caller's. The next call opens it again."""
+        here = self._pools.get()
+        pool, here.pool = here.pool, None
+        if pool is None or pool is self._database:
             return
-        if self._owner == (os.getpid(), asyncio.get_running_loop()):
-            # If the server does not answer in time, asyncpg terminates the pool.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
-                    await self._release_kept(pool)
-                    await pool.close()
+        # If the server does not answer in time, asyncpg terminates the pool.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await here.release_kept(pool)
+                await pool.close()
 
 
 @contextlib.asynccontextmanager
@@ -307,8 +303,29 @@ async def _is_pooler(url: str, deadline: float) -> bool:
     return False
 
 
+async def _set_up_session(conn: Any) -> None:
+    try:
+        await conn.execute(SESSION_SETUP)
+    except asyncpg.PostgresError:
+        pass
+    except BaseException:
+        conn.terminate()  # the pool would close it politely, and wait for a server that does not answer
+        raise
+
+
 async def _skip_reset(conn: Any) -> None:
     """Reset nothing: statements of a store leave no state in a session, so the round trip can be saved."""
+
+
+def _raise_own_cancellation(error: BaseException) -> BaseException:
+    """Raise a cancellation of this task. asyncpg waits for some answers in tasks of its own; if a handler cancelled
+    only such a task, the answer is lost as if the connection had broken, and that error is returned."""
+    if not isinstance(error, asyncio.CancelledError):
+        return error
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        raise error
+    return ConnectionAbortedError("the driver's wait for an answer was cancelled")
 
 
 @contextlib.contextmanager

@@ -6,32 +6,40 @@ attributes of a queue. `backend_of` in `queue.py` and `async_queue.py` returns a
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import time
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from howdah.database.backoff import FIRST_SECONDS, Backoff
 from howdah.database.driver_errors import refused_id
+from howdah.database.service_task import ServiceTask
+from howdah.encoding.safe_logger import get_logger
 from howdah.errors import HowdahError, InvalidJob, PayloadTooLarge
+from howdah.protocol.duties import DueDuties
 from howdah.protocol.enqueue_batcher import EnqueueBatcher
+from howdah.protocol.settling import Settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from datetime import timedelta
 
     from howdah.database.async_store import AsyncStore
     from howdah.database.store import Store
     from howdah.model import Handle, NewJob, NewJobLike
+    from howdah.protocol.duties import Duties
     from howdah.protocol.operations import Operations
+    from howdah.protocol.settling import Steps
     from howdah.protocol.statements import Statement
 
 T = TypeVar("T")
 
-Duties: TypeAlias = "list[tuple[str, timedelta, str | None]]"
-"""The maintenance duties that were run: (duty, duration, error) of each."""
-
 MAINTENANCE_SECONDS = 2.0
+CLAIM_DUTIES_SECONDS = 0.5  # how long a claim waits for duties that have more to do
+DUTIES_SECONDS = 60.0
+# Between two attempts to acknowledge a job that another transaction has locked.
+LOCKED_MOST_SECONDS = 0.2
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Backend:
@@ -45,6 +53,15 @@ class Backend:
     def run(self, statement: Statement[T], conn: Any = None) -> T:
         """Run one statement, by itself or in the caller's transaction."""
         return self.store.run(statement, conn)
+
+    def settle(self, steps: Steps, conn: Any = None) -> Settled:
+        """Acknowledge jobs until it is certain what became of each, or for `command_timeout`."""
+        settling = _Settling(steps, self.store.command_timeout)
+        while (statement := settling.next_statement()) is not None:
+            if settling.delay:
+                time.sleep(settling.delay)
+            settling.answer = self.store.run(statement, conn)
+        return settling.settled
 
     def enqueue(self, job: NewJob, conn: Any = None) -> Handle:
         """Enqueue one job."""
@@ -63,19 +80,21 @@ class Backend:
             raise _with_index(error, bulk.encoded) from error.__cause__
         return [handle for answer in answers for handle in answer]
 
-    def run_maintenance(self) -> Duties:
-        """Run the maintenance duties that are due."""
-        return self.store.run(self.operations.statements.run_maintenance())
+    def run_maintenance(
+        self, seconds: float = DUTIES_SECONDS, timeout: float | None = DUTIES_SECONDS
+    ) -> Duties:
+        """Run the maintenance duties that are due, each step in its own transaction, recovery first."""
+        duties = DueDuties(self.operations.statements, seconds=seconds, timeout=timeout)
+        while (statement := duties.next_statement()) is not None:
+            duties.record(self.store.run(statement))
+        return duties.ran()
 
     def run_maintenance_if_due(self) -> None:
-        """The same, at most every two seconds, before a claim. The claim waits for it, so the statement has
-        the timeout of a claim."""
-        if not self._clock.is_due():
-            return
-        with _log_failure:
-            log_failed_duties(
-                self.store.run(self.operations.statements.run_maintenance(timeout=None))
-            )
+        """The same, at most every two seconds, before a claim. The claim waits for it: each statement has the
+        timeout of a claim, and duties that need longer continue before a later claim."""
+        if self._clock.is_due():
+            with _log_failure:
+                self.run_maintenance(CLAIM_DUTIES_SECONDS, None)
 
 
 class AsyncBackend:
@@ -84,12 +103,24 @@ class AsyncBackend:
     def __init__(self, operations: Operations, store: AsyncStore) -> None:
         self.operations = operations
         self.store = store
-        self._batcher = EnqueueBatcher(self._send)
+        # One statement has the jobs of many callers. A handler that cancels all tasks must not cancel those jobs.
+        self._batcher = EnqueueBatcher(
+            self._send, partial(ServiceTask, name="howdah-enqueue-batcher")
+        )
         self._clock = _MaintenanceClock()
 
     async def run(self, statement: Statement[T], conn: Any = None) -> T:
         """Run one statement, by itself or in the caller's transaction."""
         return await self.store.run(statement, conn)
+
+    async def settle(self, steps: Steps, conn: Any = None) -> Settled:
+        """Acknowledge jobs until it is certain what became of each, or for `command_timeout`."""
+        settling = _Settling(steps, self.store.command_timeout)
+        while (statement := settling.next_statement()) is not None:
+            if settling.delay:
+                await asyncio.sleep(settling.delay)
+            settling.answer = await self.store.run(statement, conn)
+        return settling.settled
 
     async def enqueue(self, job: NewJob, conn: Any = None) -> Handle:
         """Enqueue one job, in a batch with the jobs of other callers in this event loop."""
@@ -117,18 +148,48 @@ class AsyncBackend:
             raise _with_index(error, bulk.encoded) from error.__cause__
         return [handle for answer in answers for handle in answer]
 
-    async def run_maintenance(self) -> Duties:
-        """Run the maintenance duties that are due."""
-        return await self.store.run(self.operations.statements.run_maintenance())
+    async def run_maintenance(
+        self, seconds: float = DUTIES_SECONDS, timeout: float | None = DUTIES_SECONDS
+    ) -> Duties:
+        """Run the maintenance duties that are due, each step in its own transaction, recovery first."""
+        duties = DueDuties(self.operations.statements, seconds=seconds, timeout=timeout)
+        while (statement := duties.next_statement()) is not None:
+            duties.record(await self.store.run(statement))
+        return duties.ran()
 
     async def run_maintenance_if_due(self) -> None:
         """The same, at most every two seconds, before a claim."""
-        if not self._clock.is_due():
-            return
-        with _log_failure:
-            log_failed_duties(
-                await self.store.run(self.operations.statements.run_maintenance(timeout=None))
-            )
+        if self._clock.is_due():
+            with _log_failure:
+                await self.run_maintenance(CLAIM_DUTIES_SECONDS, None)
+
+
+class _Settling:
+    """The next statement of an acknowledgement, and the delay before it: while another transaction has locked a job,
+    the statements are repeated, at most for the given seconds. Each of them waits for the lock up to a second."""
+
+    def __init__(self, steps: Steps, seconds: float) -> None:
+        self._steps = steps
+        self._deadline = time.monotonic() + seconds
+        self._backoff = Backoff(FIRST_SECONDS, LOCKED_MOST_SECONDS)
+        self.delay = 0.0
+        self.answer: Any = None
+        self.settled = Settled()
+
+    def next_statement(self) -> Statement[Any] | None:
+        """The next statement, given the answer to the last one. None if `settled` is known."""
+        self.delay = 0.0
+        while True:
+            try:
+                step = self._steps.send(self.answer)
+            except StopIteration as end:
+                self.settled = end.value
+                return None
+            if step is not None:
+                return step
+            self.answer = has_time = time.monotonic() < self._deadline
+            if has_time:
+                self.delay = self._backoff.next()
 
 
 class _MaintenanceClock:
@@ -160,16 +221,6 @@ class _LogFailure:
 
 
 _log_failure = _LogFailure()
-
-
-def log_failed_duties(duties: Duties) -> None:
-    """Log the maintenance duties that failed."""
-    for duty, took, error in duties:
-        if error is not None:
-            logger.warning(
-                "maintenance duty failed",
-                extra={"duty": duty, "took": str(took), "error": error},
-            )
 
 
 def _with_index(error: InvalidJob, jobs: list[dict[str, Any]]) -> InvalidJob:

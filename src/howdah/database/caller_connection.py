@@ -8,7 +8,6 @@ imported unless the caller has imported them. The caller commits, rolls back and
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -20,7 +19,8 @@ from howdah.errors import InvalidOption
 if TYPE_CHECKING:
     from howdah.protocol.statements import Rows, Statement
 
-_PLACEHOLDER = re.compile(r"\$(\d+)")
+# Or a quoted name or literal, which stays as it is: a schema's name may contain "$1".
+_PLACEHOLDER = re.compile(r""""(?:[^"]|"")*"|'(?:[^']|'')*'|\$(\d+)""")
 
 
 def _comes_from(conn: object, package: str) -> bool:
@@ -31,10 +31,23 @@ def _names(parameters: tuple[Any, ...]) -> dict[str, Any]:
     return {f"p{number}": value for number, value in enumerate(parameters, 1)}
 
 
-def _sqlalchemy(statement: Statement[Any]) -> tuple[Any, dict[str, Any]]:
-    # Without the space, SQLAlchemy parses `:p1::jsonb` as a parameter named `p`.
-    text = sys.modules["sqlalchemy"].text(_PLACEHOLDER.sub(r":p\1 ", statement.text))
-    return text, _names(statement.parameters)
+def _percent_style(text: str) -> str:
+    """A statement with `%(p1)s` instead of `$1`."""
+    return _PLACEHOLDER.sub(
+        lambda found: found[0] if found[1] is None else f"%(p{found[1]})s", text.replace("%", "%%")
+    )
+
+
+def _driver_sql(dialect: Any, statement: Statement[Any]) -> tuple[str, Any]:
+    """A statement for `exec_driver_sql` of SQLAlchemy, in the style of its driver. SQLAlchemy's `text()` would
+    take parts of a schema's name, such as `:name` or `%(name)s`, for parameters."""
+    if dialect.paramstyle == "numeric_dollar":
+        return statement.text, statement.parameters
+    if dialect.paramstyle == "pyformat":
+        return _percent_style(statement.text), _names(statement.parameters)
+    raise InvalidOption(
+        f"conn= uses SQLAlchemy's driver {dialect.driver}, which is not supported; use psycopg or asyncpg."
+    )
 
 
 def _is_django(conn: object) -> bool:
@@ -60,12 +73,13 @@ def run(conn: Any, statement: Statement[Any]) -> Rows:
         and not _comes_from(conn, "sqlalchemy.ext.asyncio")
         and hasattr(conn, "execute")  # an Engine has no such method
     ):
-        text, names = _sqlalchemy(statement)
-        return [tuple(row) for row in conn.execute(text, names).all()]
+        if hasattr(conn, "connection") and not hasattr(conn, "exec_driver_sql"):
+            conn = conn.connection()  # of a Session
+        driver_sql, values = _driver_sql(conn.dialect, statement)
+        return [tuple(row) for row in conn.exec_driver_sql(driver_sql, values).all()]
     if _is_django(conn) and getattr(conn, "vendor", None) == "postgresql":
-        text = _PLACEHOLDER.sub(r"%(p\1)s", statement.text.replace("%", "%%"))
         with conn.cursor() as cursor:
-            cursor.execute(text, _names(statement.parameters))
+            cursor.execute(_percent_style(statement.text), _names(statement.parameters))
             rows: Rows = cursor.fetchall()
             return rows
     raise _unsupported(
@@ -85,8 +99,10 @@ async def arun(conn: Any, statement: Statement[Any]) -> Rows:
             await cursor.execute(statement.text, statement.parameters)
             return await cursor.fetchall()
     if _comes_from(conn, "sqlalchemy.ext.asyncio") and hasattr(conn, "execute"):
-        text, names = _sqlalchemy(statement)
-        return [tuple(row) for row in (await conn.execute(text, names)).all()]
+        if not hasattr(conn, "exec_driver_sql"):
+            conn = await conn.connection()  # of a Session
+        driver_sql, values = _driver_sql(conn.dialect, statement)
+        return [tuple(row) for row in (await conn.exec_driver_sql(driver_sql, values)).all()]
     raise _unsupported(
         conn,
         "AsyncJobQueue",

@@ -9,11 +9,10 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from howdah import sql
-from howdah.database.migrate import as_owner, begin, literal
+from howdah.database.migrate import begin, find_owner, literal, run_as_owner
 from howdah.database.sql_steps import Query, Script
 from howdah.encoding.validation import check_option_text
 from howdah.errors import InvalidOption, did_you_mean
-from howdah.protocol.schema_name import quote_schema
 
 KINDS = ("producer", "worker", "observer", "administrator")
 NOBODY = "none"
@@ -43,13 +42,23 @@ def parse(text: str) -> Roles | None:
     return roles
 
 
+_READ_RECORDED = "SELECT coalesce(jsonb_agg(jsonb_build_array(kind, role)), '[]')::text FROM grants"
+_RECORD = """
+DELETE FROM grants;
+INSERT INTO grants (kind, role)
+SELECT g ->> 0, g ->> 1 FROM jsonb_array_elements(current_setting('howdah.granted')::jsonb) AS g;
+"""
+
+
 def script(schema: str, roles: Roles | None) -> str:
     """SQL that grants privileges to exactly these roles, to run inside a transaction."""
     asked = "" if roles is None else json.dumps(roles)
     return (
-        f"SET LOCAL search_path = {quote_schema(schema)}, pg_temp;\n"
+        f"{run_as_owner(schema, _READ_RECORDED, returns='text')}"
+        f"{find_owner(schema)}"
         f"SELECT set_config('howdah.roles', {literal(asked)}, true);\n"
-        f"{sql.script('access/roles')}{as_owner(schema)}{sql.script('access/grants')}"
+        f"{sql.script('access/roles')}"
+        f"{run_as_owner(schema, _RECORD + sql.script('access/grants'))}"
     )
 
 
@@ -58,8 +67,8 @@ def steps(schema: str, roles: Roles | None) -> Generator[Query | Script, Any, di
     yield from begin(schema)
     yield Script(script(schema, roles))
     rows = yield Query(
-        f"SELECT kind, role FROM {quote_schema(schema)}.grants UNION ALL "
-        "SELECT 'administrator', pg_get_userbyid(nspowner) FROM pg_namespace "
+        "SELECT g ->> 0, g ->> 1 FROM jsonb_array_elements(current_setting('howdah.granted')::jsonb) AS g "
+        "UNION ALL SELECT 'administrator', pg_get_userbyid(nspowner)::text FROM pg_namespace "
         f"WHERE nspname = {literal(schema)} ORDER BY 1, 2"
     )
     yield Script("COMMIT")

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from howdah.sql.catalog import Difference
 
 LOCK_TIMEOUT = "2s"
+_PINNED_PATH = "SET LOCAL search_path = pg_catalog, pg_temp"
+# A role or database may have its own settings. A migration may take longer than statement_timeout. JIT would compile
+# the query of the catalog for more than a second. The others change how PostgreSQL prints definitions.
+_OWN_SETTINGS = (
+    "SET LOCAL statement_timeout = 0; SET LOCAL jit = off; "
+    "SET LOCAL TimeZone = 'UTC'; SET LOCAL DateStyle = 'ISO'; SET LOCAL IntervalStyle = 'postgres'; "
+    "SET LOCAL quote_all_identifiers = off; SET LOCAL extra_float_digits = 1"
+)
 _INSUFFICIENT_PRIVILEGE = "42501"
 
 
@@ -55,24 +63,35 @@ def literal(text: str) -> str:
     return " E" + quoted.replace("\\", "\\\\") if "\\" in text else quoted
 
 
-def read_installed(schema: str) -> Steps[Installed]:
-    """The schema's version."""
-    name = quote_schema(schema)
+def read_installed(schema: str, *, as_owner: bool = False) -> Steps[Installed]:
+    """The schema's version. Inside a transaction it can be read as the owner, so that no code of the owner runs with
+    the privileges of this role."""
     # Not to_regclass: it may answer from this session's cache, which does not know of a migration that committed
     # after our transaction began.
     rows = yield Query(
-        "SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace "
+        "SELECT EXISTS (SELECT FROM pg_catalog.pg_class AS c "
+        "JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace "
         f"WHERE n.nspname = {literal(schema)} AND c.relname = 'migrations')"
     )
     if not rows[0][0]:
         return Installed()
-    rows = yield Query(
-        "SELECT version, oldest_code, to_jsonb(m) ->> 'functions_hash' "
-        f"FROM {name}.migrations AS m ORDER BY version DESC LIMIT 1"
+    text = (
+        "SELECT jsonb_build_array(version, oldest_code, to_jsonb(m) ->> 'functions_hash')::text "
+        f"FROM {quote_schema(schema)}.migrations AS m ORDER BY version DESC LIMIT 1"
     )
-    if not rows:
+    if as_owner:
+        found = yield from read_as_owner(schema, text)
+    else:
+        rows = yield Query(text)
+        found = rows[0][0] if rows else None
+    if not found:
         return Installed()
-    version, oldest_code, functions_hash = rows[0]
+    try:
+        version, oldest_code, functions_hash = json.loads(found)
+    except ValueError as error:
+        raise HowdahError(
+            f'the table "migrations" in schema "{schema}" is not Howdah\'s. Use another schema.'
+        ) from error
     if functions_hash is None:
         raise HowdahError(
             f'schema "{schema}" was created by an early build of Howdah, before its first release, and cannot be '
@@ -81,14 +100,24 @@ def read_installed(schema: str) -> Steps[Installed]:
     return Installed(version=version, oldest_code=oldest_code, functions_hash=functions_hash)
 
 
+def read_as_owner(schema: str, text: str) -> Steps[str | None]:
+    """The one text that a query returns. Needs a transaction, in which it leaves no change."""
+    yield Script("SAVEPOINT howdah_read")
+    yield Script(run_as_owner(schema, text, returns="text", readers="any"))
+    rows = yield Query("SELECT current_setting('howdah.result')")
+    yield Script("ROLLBACK TO SAVEPOINT howdah_read")
+    return rows[0][0] or None
+
+
 def read_catalogs(schema: str) -> Steps[tuple[Catalog, Catalog]]:
     """What the schema contained after its last migration, and what it contains now. In a transaction."""
-    name = quote_schema(schema)
-    yield Script(f"SET LOCAL search_path = {name}, pg_temp")
-    rows = yield Query(f"SELECT catalog::text FROM {name}.migrations ORDER BY version DESC LIMIT 1")
-    expected = json.loads(rows[0][0])
-    rows = yield Query(f"SELECT ({sql.script('catalog')})::text")
-    return expected, json.loads(rows[0][0])
+    found = yield from read_as_owner(
+        schema,
+        "SELECT jsonb_build_array((SELECT catalog FROM migrations ORDER BY version DESC LIMIT 1), "
+        f"({sql.script('catalog')}))::text",
+    )
+    expected, present = json.loads(found or "[{}, {}]")
+    return expected, present
 
 
 def check(schema: str, *, create: bool = True) -> Steps[bool]:
@@ -133,7 +162,7 @@ def steps(schema: str, release: Release | None = None) -> Steps[Applied]:
     those of this release."""
     release = release or sql.release()
     yield from begin(schema)
-    found = yield from read_installed(schema)
+    found = yield from read_installed(schema, as_owner=True)
     if found.oldest_code > release.version:
         yield Script("ROLLBACK")
         raise SchemaTooNew(schema, found.version, release.version)
@@ -167,14 +196,19 @@ def inspect(schema: str) -> Steps[tuple[Installed, bool, list[Difference]]]:
     A newer schema is not compared: its release may store its catalog in another format.
     """
     release = sql.release()
-    found = yield from read_installed(schema)
+    yield Script("BEGIN ISOLATION LEVEL REPEATABLE READ")
+    yield Script(_PINNED_PATH)
+    yield Script(_OWN_SETTINGS)
+    found = yield from read_installed(schema, as_owner=True)
+    expected: Catalog = {}
+    present: Catalog = {}
+    if found.version == release.version:
+        expected, present = yield from read_catalogs(schema)
+    yield Script("ROLLBACK")
     if found.oldest_code > release.version:
         raise SchemaTooNew(schema, found.version, release.version)
     if found.version != release.version:
         return found, False, []
-    yield Script("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-    expected, present = yield from read_catalogs(schema)
-    yield Script("ROLLBACK")
     needed = _needs_functions(found, release, expected, present)
     return found, needed, differences(expected, present)
 
@@ -182,8 +216,11 @@ def inspect(schema: str) -> Steps[tuple[Installed, bool, list[Difference]]]:
 def begin(schema: str) -> Steps[None]:
     """Begin a transaction that holds the schema's lock against other migrations."""
     while True:
-        yield Script("BEGIN")
-        yield Script(f"SET LOCAL lock_timeout = {literal(LOCK_TIMEOUT)}")
+        # Settings of the role or the database must not end a migration, and each statement must see what another
+        # migration committed before it released the lock.
+        yield Script("BEGIN ISOLATION LEVEL READ COMMITTED")
+        yield Script(_PINNED_PATH)
+        yield Script(f"SET LOCAL lock_timeout = {literal(LOCK_TIMEOUT)}; {_OWN_SETTINGS}")
         # A try-lock: waiting would end by lock_timeout while another migration takes longer.
         rows = yield Query(f"SELECT pg_try_advisory_xact_lock({_lock(schema)})")
         if rows[0][0]:
@@ -196,14 +233,26 @@ def _lock(schema: str) -> str:
     return f"hashtextextended({literal(f'howdah:migrate:{schema}')}, 0)"
 
 
-def as_owner(schema: str) -> str:
-    """SQL that switches to the schema's owner, if this role may: one role must own all objects."""
+def find_owner(schema: str) -> str:
+    """SQL that pins search_path and stores the schema and its owner in settings."""
     return (
-        "SELECT set_config('role', o.rolname, true) FROM pg_namespace AS n "
-        "JOIN pg_roles AS o ON o.oid = n.nspowner "
-        f"WHERE n.nspname = {literal(schema)} AND o.rolname <> current_user "
-        "AND o.rolname !~ '^pg_' AND pg_has_role(o.oid, CASE "
-        "WHEN current_setting('server_version_num')::int >= 160000 THEN 'SET' ELSE 'MEMBER' END);\n"
+        f"{_PINNED_PATH};\nSELECT set_config('howdah.schema', {literal(schema)}, true);\n"
+        f"{sql.script('access/find_owner')}"
+    )
+
+
+def run_as_owner(schema: str, text: str, *, returns: str = "", readers: str = "owner") -> str:
+    """SQL that runs other SQL as the schema's owner, confined to its privileges, with search_path set to the schema.
+    One role must own all objects. A role that cannot act as the owner is refused, or reads as itself if `readers` is
+    "any"."""
+    tag = "$howdah_script$"
+    return (
+        f"{find_owner(schema)}"
+        f"SELECT set_config('howdah.returns', {literal(returns)}, true), "
+        f"set_config('howdah.readers', {literal(readers)}, true), set_config('howdah.script', "
+        f"{tag}{text}{tag}, true);\n"
+        f"{sql.script('access/check_others')}"
+        f"{sql.script('access/run_as_owner')}"
     )
 
 
@@ -215,20 +264,6 @@ BEGIN
         EXECUTE format('CREATE SCHEMA %I', current_setting('howdah.schema'));
     END IF;
 END $create$;
-"""
-
-# Functions run with their owner's privileges and resolve names in this schema.
-_REFUSE_PUBLIC_SCHEMA = """
-DO $check$
-BEGIN
-    IF EXISTS (
-        SELECT FROM pg_namespace AS n, aclexplode(n.nspacl) AS a
-        WHERE n.nspname = current_schema() AND a.grantee = 0 AND a.privilege_type = 'CREATE')
-    THEN
-        RAISE EXCEPTION 'every role may create objects in schema "%"; use a separate schema for Howdah',
-                        current_schema() USING ERRCODE = 'object_not_in_prerequisite_state';
-    END IF;
-END $check$;
 """
 
 # A script that was printed earlier, or for another database, must not run from another version.
@@ -294,13 +329,9 @@ def script(schema: str, release: Release, after: int) -> str:
         if after
         else "SELECT jsonb '{}'"
     )
-    return "".join(
+    text = "".join(
         [
-            "" if after else create,
-            as_owner(schema),
-            f"SET LOCAL search_path = {quote_schema(schema)}, pg_temp;\n",
             "SET LOCAL client_min_messages = warning;\n",  # DROP ... IF EXISTS of what is not there
-            _REFUSE_PUBLIC_SCHEMA,
             _REFUSE_OTHER_VERSION.replace("{after}", str(after)),
             _READ_ALTERED.format(catalog=catalog, expected=expected),
             *(step.text for step in pending),
@@ -324,13 +355,14 @@ def script(schema: str, release: Release, after: int) -> str:
             ),
         ]
     )
+    return ("" if after else create) + run_as_owner(schema, text)
 
 
 def full_script(schema: str, after: int = 0) -> str:
     """The whole migration from version `after` as one transaction, for those who run SQL by other means."""
     return (
-        f"BEGIN;\nSELECT pg_advisory_xact_lock({_lock(schema)});\n"
-        f"SET LOCAL lock_timeout = {literal(LOCK_TIMEOUT)};\n"
+        f"BEGIN;\n{_PINNED_PATH};\nSELECT pg_advisory_xact_lock({_lock(schema)});\n"
+        f"SET LOCAL lock_timeout = {literal(LOCK_TIMEOUT)}; {_OWN_SETTINGS};\n"
         f"{script(schema, sql.release(), after)}COMMIT;\n"
     )
 

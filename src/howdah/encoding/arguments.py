@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import types
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -18,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, g
 import msgspec
 
 from howdah.encoding import payload
+from howdah.encoding.safe_logger import get_logger
 from howdah.errors import InvalidJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

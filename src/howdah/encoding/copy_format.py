@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from howdah.model import NewJob
@@ -11,11 +12,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 # COPY writes columns as they are. For these, `enqueue_jobs` computes a due time or looks up a key.
-_NOT_COPIED = {"run_at", "delay", "idempotency_key", "ordering_key"}
+_NOT_COPIED = {"run_at", "delay", "idempotency_key", "idempotency_ttl", "ordering_key"}
 _COMMON = tuple(field for field in NewJob.__struct_fields__ if field not in {*_NOT_COPIED, "data"})
 _DEFAULTS = NewJob(job_type="")
 COLUMNS = ("id", "data", *_COMMON)
 """The columns that `encode_lines` fills. A job with other fields is not copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Rows for a table, in the text format of COPY."""
+
+    schema: str
+    table: str
+    columns: tuple[str, ...]
+    lines: Iterable[bytes]
 
 
 def encode_lines(jobs: Iterable[Mapping[str, Any]]) -> bytes:

@@ -215,6 +215,14 @@ def encode_job(job: NewJob, job_id: UUID, limit: int = DATA_LIMIT) -> dict[str, 
         for (field, longest), value in zip(_TEXT_FIELDS, texts, strict=True):
             if value is not None:
                 fields[field] = validation.check_name(value, field, longest)
+    if job.idempotency_ttl is not None:
+        if job.idempotency_key is None:
+            raise InvalidJob(
+                "idempotency_ttl is the lifetime of an idempotency_key, and there is none.",
+                field="idempotency_ttl",
+            )
+        seconds = validation.to_seconds(job.idempotency_ttl, "idempotency_ttl")
+        fields["idempotency_ttl"] = f"{seconds:f} seconds"
     return fields
 
 

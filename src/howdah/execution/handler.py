@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import logging
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from howdah.context import _current
 from howdah.encoding import payload, validation
 from howdah.encoding.arguments import encode_result
+from howdah.encoding.safe_logger import get_logger
 from howdah.errors import InvalidJob
 from howdah.model import request_id
 from howdah.outcome import (
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from howdah.outcome import AbortReason
     from howdah.task import Task
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRACEBACK_CHARACTERS = 16 * 1024
 POLICY_FAILED_RETRY_SECONDS = 10.0
+CANCELLED_BY_ITSELF = "raised by the handler or a library; the job was not cancelled"
 
 _COMPLETED_WITHOUT_RESULT = Completed(None)
 
@@ -155,8 +156,11 @@ def outcome_of(task: Task[..., Any], context: Context, error: BaseException) -> 
 
 def _outcome_of(task: Task[..., Any], context: Context, error: BaseException) -> Outcome:
     reason = context.run.abort_reason
-    if isinstance(error, asyncio.CancelledError) and reason is not None:
-        error = Aborted(reason)
+    if isinstance(error, asyncio.CancelledError):
+        if reason is not None:
+            error = Aborted(reason)
+        elif not error.args:
+            error.args = (CANCELLED_BY_ITSELF,)
     match error:
         case Aborted(why="lost"):
             return Lost()

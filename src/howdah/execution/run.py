@@ -22,7 +22,9 @@ class Run(RunState):
     """A claimed job: prefetched, running, or waiting to be acknowledged.
 
     `started` and `buffered` are times of `time.monotonic`. A run is `finishing` from when the completer has
-    its outcome, and `dirty` while reports of its handler are buffered."""
+    its outcome, and `dirty` while reports of its handler are buffered. `size` is about how many bytes its
+    acknowledgement moves; it is `in_doubt` if an acknowledgement was sent and not answered. `last_event` is the
+    number of its last event, 0 if it has none."""
 
     id: UUID
     lease_id: UUID
@@ -31,6 +33,9 @@ class Run(RunState):
     started: float | None = None
     finishing: bool = False
     dirty: bool = False
+    size: int = 0
+    in_doubt: bool = False
+    last_event: int = 0
     buffered: float = 0.0
     on_acknowledged: Callable[[], None] | None = None
 

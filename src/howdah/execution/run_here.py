@@ -10,10 +10,11 @@ from uuid import uuid4
 
 import msgspec
 
+from howdah.database.own_thread import run_in_own_thread
 from howdah.encoding import payload
 from howdah.encoding.arguments import decode_result
-from howdah.errors import HowdahError, InvalidOption, LeaseLost, TaskInFlight
-from howdah.execution.handler import aexecute, execute
+from howdah.errors import HowdahError, InvalidOption, JobLocked, LeaseLost, TaskInFlight
+from howdah.execution.handler import aexecute, execute, outcome_of
 from howdah.execution.heartbeat import Heartbeat
 from howdah.execution.run import Run, make_context
 from howdah.model import Job, NewJob
@@ -27,6 +28,7 @@ from howdah.outcome import (
     Released,
 )
 from howdah.protocol.acknowledge import acknowledge
+from howdah.protocol.settling import settle
 from howdah.protocol.worker_statements import Claimed
 
 if TYPE_CHECKING:
@@ -53,8 +55,8 @@ def run(task: Task[..., Any], job: NewJob) -> Any:
 async def arun(task: Task[..., Any], job: NewJob) -> Any:
     """Run a task in this event loop; the statements before and after it run in a thread."""
     if task.options.run_in != "async":
-        return await asyncio.to_thread(run, task, job)
-    claimed = await asyncio.to_thread(_enqueue_and_claim, task.app, job)
+        return await run_in_own_thread(run, task, job)
+    claimed = await run_in_own_thread(_enqueue_and_claim, task.app, job)
     if isinstance(claimed, Job):
         return _stored_result(task, claimed)
     attempt = _Attempt(task, claimed)
@@ -63,9 +65,9 @@ async def arun(task: Task[..., Any], job: NewJob) -> Any:
     except asyncio.CancelledError:
         # The caller was cancelled; the job was not. Release it, so that a worker can run it before the
         # lease expires.
-        await asyncio.shield(asyncio.to_thread(attempt.acknowledge, Released()))
+        await asyncio.shield(run_in_own_thread(attempt.acknowledge, Released()))
         raise
-    return await asyncio.to_thread(attempt.end, outcome)
+    return await run_in_own_thread(attempt.end, outcome)
 
 
 def _has_running_loop() -> bool:
@@ -131,7 +133,12 @@ class _Attempt:
         self._handler = (asyncio.get_running_loop(), handler)
         if self._run.abort_reason is not None:  # aborted before there was a task to cancel
             handler.cancel()
-        return await handler
+        try:
+            return await handler
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            return outcome_of(self._task, self.context, error)  # the handler cancelled its own task
 
     def _on_abort(self, run: Run) -> None:
         # Called in the heartbeat's thread. A sync handler stops at its next call of the context.
@@ -148,7 +155,11 @@ class _Attempt:
             return False
         app, run = self._task.app, self._run
         statement = acknowledge(app.statements, [run.id], [run.lease_id], [outcome])
-        return bool(app.backend.run(statement))
+        steps = settle(app.statements, [run.id], [run.lease_id], lambda _: statement)
+        settled = app.backend.settle(steps)
+        if settled.locked:
+            raise JobLocked(settled.locked) from getattr(outcome, "cause", None)
+        return not settled.lost
 
     def end(self, outcome: Outcome) -> Any:
         """Write the outcome. Return the result to the caller, or raise."""

@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import math
 import os
+import random
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from uuid import UUID, uuid4
 
 import msgspec
@@ -24,7 +25,7 @@ from howdah.errors import HowdahError, JobNotFound, NotPermitted
 from howdah.model import Status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 
     from howdah.async_queue import AsyncJobQueue
     from howdah.model import Event, Job
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
+POLL_SPACING = 20  # the next poll is at least this many times the duration of a read later
+STATEMENT_JOBS = 1000
 CONNECT_TIMEOUT_SECONDS = 1.0
 WATCH_DURATION = timedelta(minutes=1)
 
@@ -60,8 +63,53 @@ class Change:
         return self.job.current_stage
 
 
+class Together(Generic[T]):
+    """Joins the calls of many waiters: those of one moment, and those that arrive while a statement runs, become
+    one statement."""
+
+    def __init__(self, send: Callable[[list[UUID]], Awaitable[Mapping[UUID, T]]]) -> None:
+        self._send = send
+        self._waiting: dict[UUID, asyncio.Future[T | None]] = {}
+        self._sending: asyncio.Task[None] | None = None
+        self.took_seconds = 0.0
+
+    async def call(self, job_id: UUID) -> T | None:
+        """The answer for one job; None if there is none."""
+        if job_id not in self._waiting:
+            self._waiting[job_id] = asyncio.get_running_loop().create_future()
+        answer = self._waiting[job_id]
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_all(), name="howdah-watcher")
+        # A waiter that is cancelled must not cancel the answer of another one.
+        return await asyncio.shield(answer)
+
+    async def _send_all(self) -> None:
+        await asyncio.sleep(0)  # the other waiters that were woken at the same moment
+        while self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            began = time.monotonic()
+            try:
+                ids = list(waiting)
+                answers: dict[UUID, T] = {}
+                for start in range(0, len(ids), STATEMENT_JOBS):
+                    answers.update(await self._send(ids[start : start + STATEMENT_JOBS]))
+            except BaseException as error:
+                for answer in waiting.values():
+                    if isinstance(error, Exception):
+                        answer.set_exception(error)
+                        answer.exception()  # its waiter may be gone
+                    else:
+                        answer.cancel()
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                for job_id, answer in waiting.items():
+                    answer.set_result(answers.get(job_id))
+            self.took_seconds = time.monotonic() - began
+
+
 class Watcher:
-    """Watches jobs from one event loop, over one listening connection."""
+    """Watches jobs from one event loop, over one listening connection. All its waiters read together."""
 
     def __init__(self, queue: AsyncJobQueue, statements: WorkerStatements) -> None:
         self._queue = queue
@@ -70,14 +118,42 @@ class Watcher:
         self._name = f"{os.getpid()}:{uuid4().hex[:12]}"
         self._watched: dict[UUID, set[asyncio.Event]] = {}
         self._listener: Listener | None = None
+        self._connect_until = 0.0
+        self._phase = random.random()  # noqa: S311 - processes do not poll at the same moment
+        self._reads: Together[Job] = Together(self._read_jobs)
+        self._renewals: Together[None] = Together(self._watch_jobs)
+        self._removals: Together[None] = Together(self._unwatch_jobs)
+
+    async def _read_jobs(self, ids: list[UUID]) -> dict[UUID, Job]:
+        return {job.id: job for job in await self._store.run(self._statements.get_many(ids))}
+
+    async def _watch_jobs(self, ids: list[UUID]) -> dict[UUID, None]:
+        await self._store.run(self._statements.watch_jobs(self._name, ids, WATCH_DURATION))
+        return {}
+
+    async def _unwatch_jobs(self, ids: list[UUID]) -> dict[UUID, None]:
+        await self._store.run(self._statements.unwatch_jobs(self._name, ids))
+        return {}
 
     async def _listen(self) -> None:
         if self._listener is None:
-            self._listener = Listener(await self._store.url(), self._statements.schema)
-            self._listener.subscribe("job", self._on_notification)
-            self._listener.start()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._listener.connected.wait(), CONNECT_TIMEOUT_SECONDS)
+            listener = Listener(await self._store.url(), self._statements.schema)
+            if self._listener is None:
+                self._listener = listener
+                self._listener.subscribe("job", self._on_notification)
+                self._listener.start()
+                self._connect_until = time.monotonic() + CONNECT_TIMEOUT_SECONDS
+        # Where notifications do not arrive, only the first waiters wait for them.
+        left = self._connect_until - time.monotonic()
+        if left > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._listener.connected.wait(), left)
+
+    def _seconds_to_poll(self) -> float:
+        """The waiters of a watcher poll at the same moments, so that one statement reads for all of them. A read
+        that takes long is not repeated every second."""
+        period = max(POLL_SECONDS, POLL_SPACING * self._reads.took_seconds)
+        return period - (time.monotonic() + self._phase * period) % period
 
     def _on_notification(self, payload: str) -> None:
         """The payload is a job's id, or empty if notifications may have been lost: then every watcher reads."""
@@ -91,7 +167,6 @@ class Watcher:
 
     async def changes(self, job_id: UUID) -> AsyncIterator[Change]:
         """The job as it is now, then every visible change until it ends."""
-        statements, store = self._statements, self._store
         notified = asyncio.Event()
         self._watched.setdefault(job_id, set()).add(notified)
         renew_at = 0.0
@@ -103,7 +178,7 @@ class Watcher:
                 if time.monotonic() > renew_at:
                     renew_at = time.monotonic() + WATCH_DURATION.total_seconds() / 2
                     try:
-                        await store.run(statements.watch_jobs(self._name, [job_id], WATCH_DURATION))
+                        await self._renewals.call(job_id)
                     except NotPermitted:
                         renew_at = (
                             math.inf
@@ -121,26 +196,26 @@ class Watcher:
                 if job.status.is_final:
                     return
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(notified.wait(), POLL_SECONDS)
+                    await asyncio.wait_for(notified.wait(), self._seconds_to_poll())
         finally:
             self._watched[job_id].discard(notified)
             if not self._watched[job_id]:
                 del self._watched[job_id]
                 with contextlib.suppress(HowdahError):  # the row in `watchers` expires anyway
-                    await store.run(statements.unwatch_jobs(self._name, [job_id]))
+                    await self._removals.call(job_id)
 
     async def _read(self, job_id: UUID, last: Job | None) -> Job:
-        try:
-            return await self._queue.get(job_id)
-        except JobNotFound:
+        job = await self._reads.call(job_id)
+        if job is None:
             if last is None or last.keep != timedelta(0):
-                raise
+                raise JobNotFound(job_id)
             # With keep=0 a job is removed when it completes, and only then.
             return msgspec.structs.replace(last, status=Status.COMPLETED, progress=100)
+        return job
 
     async def get(self, job_id: UUID) -> Job:
         """The job as it is now."""
-        return await self._queue.get(job_id)
+        return await self._read(job_id, None)
 
     async def close(self) -> None:
         """Stop listening."""

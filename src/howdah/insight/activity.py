@@ -1,12 +1,12 @@
 """Follows all jobs by polling: enqueues by their ids, claims among the jobs in flight, finished jobs on the
-last pages of their partition, events by their time. Reads only; the cost does not grow with the history.
+last pages of their partition, and events likewise. Reads only; the cost does not grow with the history.
 
 If more than LIMIT things of one kind happen between two polls, a poll returns the newest of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -112,9 +112,16 @@ class Tail(QueueReader):
         )  # fmt: skip
 
     def _finished(self, since: datetime) -> list[Occurrence]:
-        # No index finds the newest finished jobs, because it would cost every completion. Finished jobs
-        # are appended to the partition of their day, so the newest are on its last pages.
-        sizes = self._partition_pages()
+        rows: list[Any] = self._newest(
+            "finished_jobs", _COLUMNS, "completed_at > $1::timestamptz", since
+        )
+        return list(_finished_jobs(rows))
+
+    def _newest(self, parent: str, columns: str, recent: str, since: datetime) -> list[Any]:
+        """The newest rows of a partitioned table. No index finds them, because it would cost every write. Rows are
+        appended to the partition of a day, so the newest are on its last pages. Rows of jobs that are kept for less
+        than a day are deleted one by one, and vacuum makes room for new rows on other pages, which are not read."""
+        sizes = self._partition_pages(parent)
         selects: list[str] = []
         values: list[Any] = [since, LIMIT]
         for name, pages in sizes.items():
@@ -122,46 +129,42 @@ class Tail(QueueReader):
             if pages == 0:
                 continue
             values.append(f"({start},0)")
-            recent = f"ctid >= ${len(values)}::text::tid AND completed_at > $1::timestamptz"
-            if name == "default":
-                source = "{s}.finished_jobs_default WHERE "
+            where = f"ctid >= ${len(values)}::text::tid AND {recent}"
+            suffix = name.removeprefix(f"{parent}_")
+            if suffix == "default":
+                source = f"{{s}}.{name} WHERE "
             else:
-                day = datetime.strptime(name, "%Y%m%d").replace(tzinfo=UTC)
-                values.append(date(day.year, day.month, day.day))
-                source = f"{{s}}.finished_jobs WHERE drop_on = ${len(values)}::date AND "
-            selects.append(f"(SELECT {_COLUMNS} FROM {source}{recent})")
-        self._pages = sizes
+                day = _SHORT if suffix == "short" else datetime.strptime(suffix, "%Y%m%d").date()  # noqa: DTZ007
+                values.append(day)
+                source = f"{{s}}.{parent} WHERE drop_on = ${len(values)}::date AND "
+            selects.append(f"(SELECT {columns} FROM {source}{where})")
+        self._pages |= sizes
         if not selects:
             return []
         text = " UNION ALL ".join(selects) + " ORDER BY 1 DESC LIMIT $2::int"
-        return self._fetch(text, *values, decode=lambda rows: list(_finished_jobs(rows)))
+        return self._fetch(text, *values, decode=list)
 
-    def _partition_pages(self) -> dict[str, int]:
+    def _partition_pages(self, parent: str) -> dict[str, int]:
         return self._fetch(
             """
-            SELECT substr(c.relname, 15), pg_relation_size(c.oid) / current_setting('block_size')::int
+            SELECT c.relname, pg_relation_size(c.oid) / current_setting('block_size')::int
             FROM pg_inherits AS i
             JOIN pg_class AS c ON c.oid = i.inhrelid
             WHERE i.inhparent = to_regclass($1::text)
-              AND (c.relname ~ '^finished_jobs_[0-9]{8}$'
-                   OR (c.relname = 'finished_jobs_default' AND has_table_privilege(c.oid, 'SELECT')))
+              AND c.relname ~ ('^' || $2::text || '_([0-9]{8}|short|default)$')
+              AND (c.relname !~ '_default$' OR has_table_privilege(c.oid, 'SELECT'))
             """,
-            f"{self._s}.finished_jobs",
+            f"{self._s}.{parent}",
+            parent,
             decode=lambda rows: {r[0]: r[1] or 0 for r in rows},
         )
 
     def _events(self, since: datetime) -> list[Occurrence]:
-        rows: list[Any] = self._fetch(
-            """
-            SELECT at, job_id, event_id, attempt, kind, data::text
-            FROM {s}.job_events
-            WHERE at > $1::timestamptz
-            ORDER BY at DESC
-            LIMIT $2::int
-            """,
+        rows = self._newest(
+            "job_events",
+            "at, job_id, event_id, attempt, kind, data::text",
+            "at > $1::timestamptz",
             since,
-            LIMIT,
-            decode=list,
         )
         names: dict[UUID, tuple[str, str]] = self._fetch(
             "SELECT id, job_type, queue FROM {s}.jobs WHERE id = ANY ($1::uuid[])",
@@ -171,6 +174,7 @@ class Tail(QueueReader):
         return [_event(row, *names.get(row[1], (None, None))) for row in rows]
 
 
+_SHORT = date(1970, 1, 1)  # the day of jobs that are kept for less than a day
 _COLUMNS = (
     "completed_at, id, job_type, queue, status, attempts, worker_id, last_error, "
     "extract(epoch FROM completed_at - coalesce(started_at, claimed_at))::float8"

@@ -25,6 +25,8 @@ Level = Literal["ok", "warning", "problem", "unknown"]
 OLD_TRANSACTION = timedelta(minutes=5)
 SKEW = timedelta(seconds=2)
 OVERDUE = timedelta(minutes=1)
+# A heartbeat far ahead was written by a clock that was ahead, and says nothing.
+_IS_ALIVE = "seen_at BETWEEN clock_timestamp() - $1::interval AND clock_timestamp() + $1::interval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Doctor:
         checks: list[tuple[str, Callable[[], Finding]]] = [
             ("server", self._server),
             ("schema", self._schema_version),
+            ("encoding", self._encoding),
             ("access", self._access),
             ("durability", self._durability),
             ("notifications", self._notifications),
@@ -90,6 +93,14 @@ class Doctor:
         if is_standby:
             return Finding("server", "problem", f"{name}, a read-only standby",
                            "Point the URL at the primary.")  # fmt: skip
+        if self._rows("SELECT current_setting('transaction_read_only')")[0][0] == "on":
+            return Finding("server", "problem", f"{name}, read-only: default_transaction_read_only is on",
+                           "Turn it off for this database and role, or point the URL at the primary.")  # fmt: skip
+        isolation = self._rows("SELECT current_setting('default_transaction_isolation')")[0][0]
+        if isolation not in ("read committed", "read uncommitted"):  # which are the same
+            return Finding("server", "warning", f"{name}, default_transaction_isolation is {isolation}",
+                           "Howdah's own connections use READ COMMITTED. Clients in SQL must, too: ALTER ROLE … "
+                           "SET default_transaction_isolation = 'read committed'.")  # fmt: skip
         return Finding("server", "ok", name)
 
     def _schema_version(self) -> Finding:
@@ -104,6 +115,14 @@ class Doctor:
             else "Upgrade the howdah package on this machine."
         )
         return Finding("schema", "warning", text, advice)
+
+    def _encoding(self) -> Finding:
+        (encoding,) = self._rows("SELECT current_setting('server_encoding')")[0]
+        if encoding != "UTF8":
+            return Finding("encoding", "warning", f"the database has the encoding {encoding}",
+                           "Jobs with other characters are refused, and SQL_ASCII checks none. Use a database "
+                           "that was created with ENCODING 'UTF8'.")  # fmt: skip
+        return Finding("encoding", "ok", encoding)
 
     def _access(self) -> Finding:
         owner, is_superuser, creators, users = self._rows(
@@ -143,22 +162,29 @@ class Doctor:
         return Finding("durability", "ok", "commits are durable")
 
     def _notifications(self) -> Finding:
+        advice = (
+            "Workers poll every second instead. For immediate pick-up, give them a direct connection or "
+            "session pooling."
+        )
+        pooled = self._rows("SELECT pg_backend_pid()")[0][0] != self._conn.info.backend_pid
+        if pooled and connection.shares_session(self._conn):
+            # LISTEN here would stay in a session that other clients use.
+            return Finding(
+                "notifications",
+                "warning",
+                "none through this pooler: it is in transaction mode, and clients share its sessions",
+                advice,
+            )
         channel = f"howdah:doctor:{uuid4().hex[:12]}"
         self._conn.execute(f'LISTEN "{channel}"'.encode())
         self._rows("SELECT pg_notify($1::text, '')", channel)
         received = any(True for _ in self._conn.notifies(timeout=2, stop_after=1))
-        (server_pid,) = self._rows("SELECT pg_backend_pid()")[0]
-        pooled = server_pid != self._conn.info.backend_pid
+        self._conn.execute(f'UNLISTEN "{channel}"'.encode())
         if received:
-            self._conn.execute(f'UNLISTEN "{channel}"'.encode())
-            where = (
-                "through the pooler, if it uses session pooling" if pooled else "on this connection"
-            )
+            where = "through the pooler, in session mode" if pooled else "on this connection"
             return Finding("notifications", "ok", f"LISTEN works {where}")
         through = " through the pooler" if pooled else ""
-        return Finding("notifications", "warning", f"LISTEN does not work{through}",
-                       "Workers poll every second instead. For immediate pick-up, give them a direct "
-                       "connection or session pooling.")  # fmt: skip
+        return Finding("notifications", "warning", f"LISTEN does not work{through}", advice)
 
     def _clock(self) -> Finding:
         before = datetime.now(UTC)
@@ -221,8 +247,8 @@ class Doctor:
 
     def _workers(self) -> Finding:
         (alive, lost) = self._rows(
-            "SELECT count(*) FILTER (WHERE seen_at > clock_timestamp() - $1::interval), "
-            "count(*) FILTER (WHERE seen_at <= clock_timestamp() - $1::interval) FROM {s}.workers",
+            f"SELECT count(*) FILTER (WHERE {_IS_ALIVE}), count(*) FILTER (WHERE NOT {_IS_ALIVE}) "
+            "FROM {s}.workers",
             ALIVE,
         )[0]
         text = f"{alive} alive" + (f", {lost} lost" if lost else "")
@@ -236,7 +262,7 @@ class Doctor:
         known = {
             name
             for (names,) in self._rows(
-                "SELECT job_types FROM {s}.workers WHERE seen_at > clock_timestamp() - $1::interval",
+                f"SELECT job_types FROM {{s}}.workers WHERE {_IS_ALIVE}",
                 ALIVE,
             )
             for name in names
@@ -278,8 +304,12 @@ class Doctor:
 
     def _leases(self) -> Finding:
         (expired,) = self._rows(
-            "SELECT count(*) FROM {s}.live_jobs WHERE status = 'claimed' "
-            "AND lease_expires_at < clock_timestamp() - interval '10 seconds'"
+            "SELECT count(*) FROM {s}.live_jobs AS j WHERE j.status = 'claimed' "
+            "AND j.lease_expires_at < clock_timestamp() - interval '10 seconds' "
+            # The heartbeats of a locked job are recorded beside it (decision 0004).
+            "AND NOT EXISTS (SELECT FROM {s}.extended_leases AS e WHERE e.job_id = j.id "
+            "AND e.lease_id = j.lease_id AND e.written_at <= clock_timestamp() "
+            "AND e.expires_at > clock_timestamp() - interval '10 seconds')"
         )[0]
         if expired:
             return Finding("leases", "problem", f"{counted(expired, 'job')} with a lease that expired over 10 s ago",
@@ -319,12 +349,22 @@ class Doctor:
         return Finding("retention", "ok", text)
 
     def _connections(self) -> Finding:
-        used, limit = self._rows(
-            "SELECT (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'), "
-            "current_setting('max_connections')::int"
-        )[0]
-        text = f"{used} of {limit} in use"
-        if used > 0.8 * limit:
-            return Finding("connections", "warning", text,
-                           "Raise max_connections, or use a connection pooler.")  # fmt: skip
-        return Finding("connections", "ok", text)
+        # A limit of -1 means none.
+        rows = self._rows(
+            "WITH clients AS (SELECT datname, usename FROM pg_stat_activity "
+            "WHERE backend_type = 'client backend') "
+            "SELECT 'max_connections', (SELECT count(*) FROM clients), "
+            "current_setting('max_connections')::int "
+            "UNION ALL SELECT 'the CONNECTION LIMIT of this database', "
+            "(SELECT count(*) FROM clients WHERE datname = current_database()), datconnlimit "
+            "FROM pg_database WHERE datname = current_database() "
+            "UNION ALL SELECT 'the CONNECTION LIMIT of this role', "
+            "(SELECT count(*) FROM clients WHERE usename = session_user), rolconnlimit "
+            "FROM pg_roles WHERE rolname = session_user"
+        )
+        used, limit = rows[0][1:]
+        for name, taken, most in rows:
+            if most >= 0 and taken > 0.8 * most:
+                return Finding("connections", "warning", f"{taken} of {most} in use ({name})",
+                               f"Raise {name}, or use a connection pooler.")  # fmt: skip
+        return Finding("connections", "ok", f"{used} of {limit} in use")

@@ -12,7 +12,7 @@ import msgspec
 from howdah.errors import HowdahError, InvalidOption, JobNotFound
 from howdah.insight.filters import conjunction
 from howdah.insight.reader import QueueReader
-from howdah.protocol.statements import Filters
+from howdah.protocol.filters import Filters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

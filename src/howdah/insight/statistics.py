@@ -50,8 +50,8 @@ class WorkerInfo:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its last heartbeat is recent."""
-        return self.seen_ago < ALIVE
+        """Whether its last heartbeat is recent. One far ahead was written by a clock that was ahead."""
+        return abs(self.seen_ago) < ALIVE
 
 
 class Statistics(QueueReader):
@@ -106,7 +106,7 @@ class Statistics(QueueReader):
             SELECT worker_id, host, pid, queues, job_types, started_at, clock_timestamp() - seen_at, idle,
                    coalesce((info ->> 'running')::int, 0), coalesce((info ->> 'concurrency')::int, 0)
             FROM {s}.workers
-            ORDER BY seen_at DESC
+            ORDER BY abs(extract(epoch FROM clock_timestamp() - seen_at))
             """,
             decode=lambda rows: [
                 WorkerInfo(

@@ -11,13 +11,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from howdah.errors import InvalidJob, sqlstate
+from howdah.protocol.per_loop import PerLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from howdah.model import Handle
 
 Send: TypeAlias = "Callable[[list[dict[str, Any]]], Awaitable[list[Handle]]]"
+StartTask: TypeAlias = "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]"
 Waiting: TypeAlias = "list[tuple[dict[str, Any], asyncio.Future[Handle]]]"
 
 MIN_BATCH_JOBS = (
@@ -34,24 +36,26 @@ def _is_caused_by_a_job(error: Exception) -> bool:
 class EnqueueBatcher:
     """Collects the jobs of concurrent callers, and gives each caller its handle or error."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, start_task: StartTask) -> None:
         self._send = send
-        self._senders: _Senders | None = None
+        self._start_task = start_task
+        self._senders = PerLoop(self._make_senders)
+
+    def _make_senders(self) -> _Senders:
+        return _Senders(self._send, self._start_task, asyncio.get_running_loop())
 
     async def enqueue(self, job: dict[str, Any]) -> Handle:
         """Send one encoded job, in a batch with those of other callers."""
-        loop = asyncio.get_running_loop()
-        if self._senders is None or self._senders.loop is not loop:
-            self._senders = _Senders(self._send, loop)
-        return await self._senders.enqueue(job)
+        return await self._senders.get().enqueue(job)
 
 
 class _Senders:
     """The one or two statements in flight in an event loop, and the jobs that wait for the next."""
 
-    def __init__(self, send: Send, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, send: Send, start_task: StartTask, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._send = send
+        self._start_task = start_task
         self._waiting: Waiting = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._second_at = MIN_BATCH_JOBS  # waiting jobs that justify a second statement
@@ -73,14 +77,14 @@ class _Senders:
         return len(self._tasks) == 1 and not self._ordered
 
     def _start(self) -> None:
-        task = self.loop.create_task(self._send_waiting(), name="howdah-enqueue-batcher")
+        task = self._start_task(self._send_waiting())
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
-            # This happens if the loop ends, or if the program cancels all tasks.
+            # This happens if the loop ends.
             while self._waiting:
                 self._waiting.pop()[1].cancel()
         elif self._waiting and not self._tasks:

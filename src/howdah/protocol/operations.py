@@ -4,33 +4,29 @@ jobs. `JobQueue` and `AsyncJobQueue` run the statements. No I/O."""
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import UUID
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from howdah.encoding import payload, validation
-from howdah.errors import InvalidOption, JobNotFound, LeaseLost, NotClaimed
-from howdah.model import (
-    Claim,
-    Event,
-    Handle,
-    Job,
-    JobRef,
-    Seconds,
-    Status,
-)
+from howdah.errors import InvalidOption, JobLocked, JobNotFound, LeaseLost, NotClaimed
+from howdah.model import Claim, Event, Job, JobRef, Seconds, Status
+from howdah.protocol.filters import Filters
+from howdah.protocol.job_refs import spread, to_id, to_refs
 from howdah.protocol.new_jobs import NewJobs
-from howdah.protocol.statements import Filters, Rows, Statement
+from howdah.protocol.settling import Settled, settle
 
 if TYPE_CHECKING:
     from datetime import datetime
+    from uuid import UUID
 
-T = TypeVar("T")
+    from howdah.protocol.settling import Steps
+    from howdah.protocol.statements import Statement
 
 _NO_FILTERS = Filters()
 FIND_OPTIONS = tuple(each.name for each in fields(Filters) if each.name != "ids")
@@ -85,7 +81,7 @@ class Operations(NewJobs):
             _texts(queues, "queues"),
             started=started,
         )
-        return _then(statement, self._remember)
+        return statement.then(self._remember)
 
     def _remember(self, jobs: list[Job]) -> list[Job]:
         self._fences.update((job.id, job.lease_id) for job in jobs if job.lease_id is not None)
@@ -108,34 +104,59 @@ class Operations(NewJobs):
         pairs = [self._fence(ref) for ref in to_refs(refs)]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
-    def _acknowledged(
-        self, ids: list[UUID], fences: list[UUID], *, forget: bool
-    ) -> Callable[[list[UUID]], None]:
-        """A check that raises `LeaseLost` with every rejected id, and forgets fences that are used up."""
+    def _settle(
+        self,
+        ids: list[UUID],
+        fences: list[UUID],
+        build: Callable[[Sequence[int]], Statement[list[UUID]]],
+        *,
+        forget: bool,
+    ) -> Steps:
+        """Acknowledge jobs. Raises `LeaseLost` or `JobLocked` for those that were not accepted."""
+        settled = yield from settle(self.statements, ids, fences, build)
+        self._check(ids, fences, settled, forget=forget)
+        return settled
 
-        def check(accepted: list[UUID]) -> None:
-            rejected = set(ids).difference(accepted)
-            for job_id, fence in zip(ids, fences, strict=True):
-                # If this queue has claimed the job again, the newer fence stays.
-                if (forget or job_id in rejected) and self._fences.get(job_id) == fence:
-                    self._fences.pop(job_id, None)
-            if rejected:
-                raise LeaseLost(sorted(rejected))
+    def _held(self, ids: list[UUID], fences: list[UUID]) -> Callable[[list[UUID]], None]:
+        """A check that raises `LeaseLost` for jobs that are not among those it is given."""
+
+        def check(held: list[UUID]) -> None:
+            lost = Settled(frozenset(ids).difference(held))
+            self._check(ids, fences, lost, forget=False)
 
         return check
+
+    def _check(
+        self, ids: list[UUID], fences: list[UUID], settled: Settled, *, forget: bool
+    ) -> None:
+        for job_id, fence in zip(ids, fences, strict=True):
+            is_used_up = job_id in settled.lost or (forget and job_id not in settled.locked)
+            # If this queue has claimed the job again, the newer fence stays.
+            if is_used_up and self._fences.get(job_id) == fence:
+                self._fences.pop(job_id, None)
+        if settled.locked:
+            raise JobLocked(sorted(settled.locked), lost=sorted(settled.lost))
+        if settled.lost:
+            raise LeaseLost(sorted(settled.lost))
 
     # `on_caller_connection`: the fences are kept, because the caller's transaction may still roll back.
 
     def complete(
         self, jobs: JobRef | Iterable[JobRef], result: Any, *, on_caller_connection: bool = False
-    ) -> Statement[None]:
+    ) -> Steps:
         """Complete one job with its result, or several with a list of results (or none)."""
         ids, fences = self._fenced(jobs)
-        results = _spread(jobs, result, len(ids), "result")
-        statement = self.statements.complete_jobs(
-            ids, fences, [None if each is None else payload.clean_json(each) for each in results]
-        )
-        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
+        results = [
+            None if each is None else payload.clean_json(each)
+            for each in spread(jobs, result, len(ids), "result")
+        ]
+
+        def build(at: Sequence[int]) -> Statement[list[UUID]]:
+            return self.statements.complete_jobs(
+                [ids[n] for n in at], [fences[n] for n in at], [results[n] for n in at]
+            )
+
+        return self._settle(ids, fences, build, forget=not on_caller_connection)
 
     def fail(
         self,
@@ -146,7 +167,7 @@ class Operations(NewJobs):
         delay: Seconds | None,
         *,
         on_caller_connection: bool = False,
-    ) -> Statement[None]:
+    ) -> Steps:
         """Fail jobs, to be retried at once, at `run_at`, after `delay`, or not at all."""
         if run_at is not None and delay is not None:
             raise InvalidOption("run_at and delay exclude each other; give one of them.")
@@ -158,11 +179,16 @@ class Operations(NewJobs):
         if retry and run_at is None:
             retry_in = validation.to_timedelta(0 if delay is None else delay, "delay")
         ids, fences = self._fenced(jobs)
-        n = len(ids)
-        statement = self.statements.fail_jobs(
-            ids, fences, [payload.format_error(reason)] * n, [run_at] * n, [retry_in] * n
-        )
-        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
+        error = payload.format_error(reason)
+
+        def build(at: Sequence[int]) -> Statement[list[UUID]]:
+            count = len(at)
+            return self.statements.fail_jobs(
+                [ids[n] for n in at], [fences[n] for n in at],
+                [error] * count, [run_at] * count, [retry_in] * count,
+            )  # fmt: skip
+
+        return self._settle(ids, fences, build, forget=not on_caller_connection)
 
     def release(
         self,
@@ -170,19 +196,24 @@ class Operations(NewJobs):
         delay: Seconds | None,
         *,
         on_caller_connection: bool = False,
-    ) -> Statement[None]:
+    ) -> Steps:
         """Release jobs: the attempt does not count."""
         ids, fences = self._fenced(jobs)
         due_in = validation.to_timedelta(0 if delay is None else delay, "delay")
-        statement = self.statements.release_jobs(ids, fences, due_in)
-        return _then(statement, self._acknowledged(ids, fences, forget=not on_caller_connection))
+
+        def build(at: Sequence[int]) -> Statement[list[UUID]]:
+            return self.statements.release_jobs(
+                [ids[n] for n in at], [fences[n] for n in at], due_in
+            )
+
+        return self._settle(ids, fences, build, forget=not on_caller_connection)
 
     def extend(self, jobs: JobRef | Iterable[JobRef], lease: Seconds | None) -> Statement[None]:
         """Extend leases to `lease` from now."""
         ids, fences = self._fenced(jobs)
         until = self.lease if lease is None else validation.to_lease(lease)
         statement = self.statements.extend_jobs(ids, fences, until)
-        return _then(_then(statement, _mine), self._acknowledged(ids, fences, forget=False))
+        return statement.then(_mine).then(self._held(ids, fences))
 
     def progress(
         self, jobs: JobRef | Iterable[JobRef], percent: float | None, stage: str | None
@@ -195,19 +226,25 @@ class Operations(NewJobs):
         statement = self.statements.report_progress(
             ids, fences, [payload.clean_percent(percent)] * n, [stage] * n
         )
-        return _then(_then(statement, _mine), self._acknowledged(ids, fences, forget=False))
+        return statement.then(_mine).then(self._held(ids, fences))
 
-    def event(self, jobs: JobRef | Iterable[JobRef], kind: str, data: Any) -> Statement[None]:
+    def event(self, jobs: JobRef | Iterable[JobRef], kind: str, data: Any) -> Steps:
         """Append an event to the stream of each job."""
         ids, fences = self._fenced(jobs)
-        n = len(ids)
-        statement = self.statements.add_events(
-            ids,
-            fences,
-            [payload.clean_text(kind, 100) or "event"] * n,
-            [payload.clean_json({} if data is None else data)] * n,
-        )
-        return _then(statement, self._acknowledged(ids, fences, forget=False))
+        kind = payload.clean_text(kind, 100) or "event"
+        text = payload.clean_json({} if data is None else data)
+        number = secrets.randbits(63)  # so that a statement that is sent again writes it once
+
+        def build(at: Sequence[int]) -> Statement[list[UUID]]:
+            return self.statements.add_events(
+                [ids[n] for n in at],
+                [fences[n] for n in at],
+                [kind] * len(at),
+                [text] * len(at),
+                [number] * len(at),
+            )
+
+        return self._settle(ids, fences, build, forget=False)
 
     # ── reading and operating ─────────────────────────────────────────────────────────────────────
 
@@ -242,7 +279,7 @@ class Operations(NewJobs):
                 raise JobNotFound(job_id)
             return _unfenced(job)
 
-        return _then(self.statements.get(job_id), found)
+        return self.statements.get(job_id).then(found)
 
     def events(self, job: JobRef, after: int) -> Statement[list[Event]]:
         """A job's events."""
@@ -276,7 +313,7 @@ class Operations(NewJobs):
             **options,
         )
         statement = self.statements.find(filters, limit)
-        return _then(statement, lambda jobs: [_unfenced(job) for job in jobs])
+        return statement.then(lambda jobs: [_unfenced(job) for job in jobs])
 
     def clear(self, older_than: Seconds, statuses: str | Sequence[str] | None) -> Statement[int]:
         """Remove finished jobs."""
@@ -288,18 +325,6 @@ class Operations(NewJobs):
         return self.statements.clear_finished(
             validation.to_timedelta(older_than, "older_than"), wanted
         )
-
-
-def to_id(ref: JobRef) -> UUID:
-    """The id of a job, a handle, a claim, an id or the text of one."""
-    if isinstance(ref, UUID):
-        return ref
-    if isinstance(ref, Job | Handle | Claim):
-        return ref.id
-    try:
-        return UUID(ref)
-    except (ValueError, AttributeError, TypeError):
-        raise InvalidOption(f"{ref!r:.100} is not a job id.") from None
 
 
 def _names(**names: str | None) -> list[str | None]:
@@ -320,25 +345,6 @@ def _unfenced(job: Job) -> Job:
     return job if job.lease_id is None else msgspec.structs.replace(job, lease_id=None)
 
 
-def to_refs(refs: JobRef | Iterable[JobRef]) -> list[JobRef]:
-    """One reference or several, as a list."""
-    if isinstance(refs, Job | Handle | Claim | UUID | str):
-        return [refs]
-    if not isinstance(refs, Iterable):
-        raise InvalidOption(f"{refs!r:.100} is not a job id.")
-    return list(refs)
-
-
-def _spread(refs: Any, value: Any, n: int, name: str) -> list[Any]:
-    if isinstance(refs, Job | Handle | Claim | UUID | str):
-        return [value]
-    if value is None:
-        return [None] * n
-    if not isinstance(value, list) or len(value) != n:
-        raise InvalidOption(f"{name} must be a list of {n} values, one for each job.")
-    return value
-
-
 def _texts(value: str | Sequence[str], name: str) -> list[str]:
     if not isinstance(value, Iterable):
         raise InvalidOption(f"{name} must be a string or a list of them, not {value!r:.80}.")
@@ -348,15 +354,3 @@ def _texts(value: str | Sequence[str], name: str) -> list[str]:
 
 def _mine(answers: list[tuple[UUID, bool, bool, bool]]) -> list[UUID]:
     return [job_id for job_id, _, mine, _ in answers if mine]
-
-
-def _then(statement: Statement[T], check: Callable[[T], Any]) -> Statement[Any]:
-    """The statement with one more step after its decoding."""
-
-    def decode(rows: Rows, inner: Callable[[Rows], T] = statement.decode) -> Any:
-        return check(inner(rows))
-
-    resend = statement.resend
-    return replace(
-        statement, decode=decode, resend=None if resend is None else lambda: _then(resend(), check)
-    )

@@ -7,32 +7,26 @@ psycopg. Every parameter is cast, so no driver has to infer a type."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from uuid import UUID
 
 from howdah.encoding import copy_format
 from howdah.model import Event, Handle, Job, Status
 from howdah.protocol.columns import first_value, ids_of, row_decoder, select_list
+from howdah.protocol.duties import DutyStep
 from howdah.protocol.schema_name import quote_schema
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
+    from uuid import UUID
+
+    from howdah.protocol.filters import Filters
 
 T_co = TypeVar("T_co", covariant=True)
+U = TypeVar("U")
 Rows = Sequence[Sequence[Any]]
 
 LONG_TIMEOUT_SECONDS = 3600.0  # for statements that may read the whole history, and for migrations
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Rows for a table, in the text format of COPY."""
-
-    schema: str
-    table: str
-    columns: tuple[str, ...]
-    lines: Iterable[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,9 @@ class Statement(Generic[T_co]):
     `operation` is the name of the SQL function that it calls, or of the method that built it.
     `resend` builds the idempotent form to resend if the connection breaks before the answer: effects of
     a lost first send count as its own. Without it the same text is resent.
+    `fallback` builds the form for a role that may not call the function, and may read the tables.
     `timeout` is the deadline in seconds of a statement that may take longer than others.
+    `is_divisible`: if it is not answered in time, the caller divides it instead of sending it again.
     `copy` is what a COPY sends after its text. A COPY has no parameters and returns no rows.
     """
 
@@ -51,35 +47,24 @@ class Statement(Generic[T_co]):
     parameters: tuple[Any, ...]
     decode: Callable[[Rows], T_co]
     resend: Callable[[], Statement[T_co]] | None = None
+    fallback: Callable[[], Statement[T_co]] | None = None
     timeout: float | None = None
-    copy: Copy | None = None
+    copy: copy_format.Copy | None = None
+    is_divisible: bool = False
 
+    def then(self, check: Callable[[T_co], U]) -> Statement[U]:
+        """The statement with one more step after its decoding, in each of its forms."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filters:
-    """Which jobs `find` returns: each filter with its SQL condition. None and () match every job."""
+        def each(form: Callable[[], Statement[T_co]] | None) -> Any:
+            return None if form is None else lambda: form().then(check)
 
-    status: Sequence[str] = field(default=(), metadata={"sql": "status = ANY ({}::text[])"})
-    job_type: Sequence[str] = field(default=(), metadata={"sql": "job_type = ANY ({}::text[])"})
-    queue: Sequence[str] = field(default=(), metadata={"sql": "queue = ANY ({}::text[])"})
-    ids: Sequence[UUID] = field(default=(), metadata={"sql": "id = ANY ({}::uuid[])"})
-    request_id: str | None = field(default=None, metadata={"sql": "request_id = {}::text"})
-    ordering_key: str | None = field(default=None, metadata={"sql": "ordering_key = {}::text"})
-    worker_id: str | None = field(default=None, metadata={"sql": "worker_id = {}::text"})
-    data: str | None = field(default=None, metadata={"sql": "data @> {}::text::jsonb"})
-    before: UUID | None = field(default=None, metadata={"sql": "id < {}::uuid"})
-
-    def where(self) -> tuple[str, list[Any]]:
-        """The WHERE clause, empty if every job matches, and its parameters."""
-        conditions: list[str] = []
-        values: list[Any] = []
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value in (None, (), []):
-                continue
-            values.append(value if isinstance(value, str | UUID) else list(value))
-            conditions.append(each.metadata["sql"].format(f"${len(values)}"))
-        return f"WHERE {' AND '.join(conditions)} " if conditions else "", values
+        same: Any = self  # of another type after the step
+        return replace(
+            same,
+            decode=lambda rows: check(self.decode(rows)),
+            resend=each(self.resend),
+            fallback=each(self.fallback),
+        )
 
 
 _JOB_COLUMNS = select_list(Job)
@@ -111,11 +96,12 @@ class Statements:
     def enqueue_jobs(
         self, jobs: str, idempotency_ttl: timedelta, *, resend: bool = False
     ) -> Statement[list[Handle]]:
-        """Enqueue a JSON array of jobs; the handles are in its order. With `resend`, jobs that exist already are
-        not enqueued again."""
+        """Enqueue a JSON array of jobs with new ids; the handles are in its order. With `resend`, jobs that exist
+        already are not enqueued again."""
         return Statement(
             "enqueue_jobs",
-            f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::text::jsonb, $2::boolean, $3::interval)",
+            f"SELECT id, is_new FROM {self._s}.enqueue_jobs($1::text::jsonb, $2::boolean, $3::interval, "
+            "true)",
             (jobs, resend, idempotency_ttl),
             lambda rows: [Handle(row[0], row[1]) for row in rows],
             None if resend else lambda: self.enqueue_jobs(jobs, idempotency_ttl, resend=True),
@@ -126,7 +112,7 @@ class Statements:
     ) -> Statement[list[Handle]]:
         """Enqueue jobs that need no lookup. `copied` holds them when the rows have been sent.
         `announce_jobs` must follow."""
-        copy = Copy(self.schema, "live_jobs", copy_format.COLUMNS, rows)
+        copy = copy_format.Copy(self.schema, "live_jobs", copy_format.COLUMNS, rows)
         text = f"COPY {self._s}.live_jobs ({', '.join(copy_format.COLUMNS)}) FROM STDIN (ENCODING 'UTF8')"
         return Statement(
             "copy_jobs", text, (), lambda _: [Handle(job["id"], True) for job in copied], copy=copy
@@ -275,19 +261,38 @@ class Statements:
             lambda rows: [(row[0], row[1], row[2], row[3]) for row in rows],
         )
 
+    def held_jobs(
+        self, ids: Sequence[UUID], lease_ids: Sequence[UUID]
+    ) -> Statement[list[tuple[UUID, UUID]]]:
+        """The jobs whose lease is still the caller's, also if another transaction has locked them."""
+        return Statement(
+            "held_jobs",
+            f"SELECT id, lease_id FROM {self._s}.held_jobs($1::uuid[], $2::uuid[])",
+            (list(ids), list(lease_ids)),
+            lambda rows: [(row[0], row[1]) for row in rows],
+        )
+
     def add_events(
         self,
         ids: Sequence[UUID],
         lease_ids: Sequence[UUID],
         kinds: Sequence[str],
         datas: Sequence[str],
+        numbers: Sequence[int] | None = None,
     ) -> Statement[list[UUID]]:
-        """Append events to claimed jobs."""
+        """Append events to claimed jobs. Those with a number are written once, although they are sent
+        again: the numbers of a run ascend, and their upper 32 bits name the run."""
         return Statement(
             "add_events",
             f"SELECT * FROM {self._s}.add_events($1::uuid[], $2::uuid[], $3::text[], "
-            "$4::text[]::jsonb[])",
-            (list(ids), list(lease_ids), list(kinds), list(datas)),
+            "$4::text[]::jsonb[], $5::bigint[])",
+            (
+                list(ids),
+                list(lease_ids),
+                list(kinds),
+                list(datas),
+                None if numbers is None else list(numbers),
+            ),
             ids_of,
         )
 
@@ -301,7 +306,7 @@ class Statements:
         )
 
     def cancel_jobs(self, ids: Sequence[UUID]) -> Statement[dict[UUID, str]]:
-        """Cancel jobs: id → "cancelled", or "cancelling" for one that is claimed."""
+        """Cancel jobs: id → "cancelled", "cancelling" for one that is claimed, or "locked"."""
         return Statement(
             "cancel_jobs",
             f"SELECT id, status FROM {self._s}.cancel_jobs($1::uuid[])",
@@ -337,12 +342,18 @@ class Statements:
 
     def get(self, job_id: UUID) -> Statement[Job | None]:
         """One job, live or finished."""
-        return Statement(
-            "get",
-            f"SELECT {_JOB_COLUMNS} FROM {self._s}.jobs WHERE id = $1::uuid",
-            (job_id,),
-            lambda rows: _job(rows[0]) if rows else None,
+        return self.get_many([job_id]).then(lambda jobs: jobs[0] if jobs else None)
+
+    def get_many(self, ids: Sequence[UUID]) -> Statement[list[Job]]:
+        """The jobs with these ids, in any order."""
+        statement = Statement(
+            "get_jobs",
+            f"SELECT {_JOB_COLUMNS} FROM {self._s}.get_jobs($1::uuid[])",
+            (list(ids),),
+            _jobs,
         )
+        text = f"SELECT {_JOB_COLUMNS} FROM {self._s}.jobs WHERE id = ANY ($1::uuid[])"
+        return replace(statement, fallback=lambda: replace(statement, text=text))
 
     def find(self, filters: Filters, limit: int) -> Statement[list[Job]]:
         """Jobs that match every filter, newest first."""
@@ -357,13 +368,15 @@ class Statements:
 
     def events(self, job_id: UUID, after: int) -> Statement[list[Event]]:
         """A job's events after event id `after`, oldest first."""
-        return Statement(
-            "events",
-            f"SELECT {_EVENT_COLUMNS} FROM {self._s}.job_events "
-            "WHERE job_id = $1::uuid AND event_id > $2::bigint ORDER BY event_id",
+        statement: Statement[list[Event]] = Statement(
+            "get_events",
+            f"SELECT {_EVENT_COLUMNS} FROM {self._s}.get_events($1::uuid, $2::bigint)",
             (job_id, after),
             lambda rows: [_event(row) for row in rows],
         )
+        where = "WHERE job_id = $1::uuid AND event_id > $2::bigint"
+        text = f"SELECT {_EVENT_COLUMNS} FROM {self._s}.job_events {where} ORDER BY event_id"
+        return replace(statement, fallback=lambda: replace(statement, text=text))
 
     def clear_finished(self, older_than: timedelta, statuses: Sequence[str]) -> Statement[int]:
         """Remove finished jobs."""
@@ -381,14 +394,13 @@ class Statements:
             "remove_jobs", f"SELECT * FROM {self._s}.remove_jobs($1::uuid[])", (list(ids),), ids_of
         )
 
-    def run_maintenance(
-        self, timeout: float | None = 60.0
-    ) -> Statement[list[tuple[str, timedelta, str | None]]]:
-        """Run the maintenance duties that are due: (duty, duration, error) of each."""
+    def run_due_duty(self, ran: Sequence[str], timeout: float | None) -> Statement[DutyStep | None]:
+        """Run one step of the maintenance duty that is due first, or None if none is due. `ran` are duties that
+        this caller has run already: they are not run again while another transaction holds their rows."""
         return Statement(
-            "run_maintenance",
-            f"SELECT duty, took, error FROM {self._s}.run_maintenance()",
-            (),
-            lambda rows: [(row[0], row[1], row[2]) for row in rows],
+            "run_due_duty",
+            f"SELECT duty, took, error, more FROM {self._s}.run_due_duty($1::text[])",
+            (list(ran),),
+            lambda rows: DutyStep(*rows[0]) if rows else None,
             timeout=timeout,
         )

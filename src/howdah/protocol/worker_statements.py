@@ -51,25 +51,40 @@ class WorkerStatements(Statements):
         ignore_heads: bool,
     ) -> Statement[list[Claimed]]:
         """`claim_job_batch` with fewer columns and an asynchronous commit: if a crash of the server loses
-        the claim, its fence is rejected (decision 0016). Every other statement commits durably."""
+        the claim, its fence is rejected (decision 0016). Every other statement commits durably. Suspects
+        are claimed with the other jobs, since a worker runs them one at a time (decision 0020)."""
         return Statement(
             "claim_job_batch",
             f"SELECT {_CLAIMED_COLUMNS} FROM set_config('synchronous_commit', 'off', true), "
             f"{self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
-            "false, $6::boolean)",
+            "false, $6::boolean, false)",
             (worker_id, list(job_types), batch_size, lease, list(queues), ignore_heads),
             lambda rows: [Claimed(*row) for row in rows],
+            is_divisible=True,
         )
 
-    def next_due_at(
-        self, job_types: Sequence[str], queues: Sequence[str]
-    ) -> Statement[tuple[datetime | None, datetime]]:
-        """When the next scheduled job will be due, and the current time of the database."""
+    def next_wake(
+        self, worker_id: str, job_types: Sequence[str], queues: Sequence[str], overdue: bool
+    ) -> Statement[tuple[datetime | None, int, datetime]]:
+        """When the next job will be due, how many idle workers answer it before this one, and the current time
+        of the database. `overdue` includes jobs that are due already."""
         return Statement(
-            "next_due_at",
-            f"SELECT {self._s}.next_due_at($1::text[], $2::text[]), clock_timestamp()",
-            (list(job_types), list(queues)),
-            lambda rows: (rows[0][0], rows[0][1]),
+            "next_wake",
+            f"SELECT due_at, rank, now FROM {self._s}.next_wake($1::text, $2::text[], $3::text[], "
+            "$4::boolean)",
+            (worker_id, list(job_types), list(queues), overdue),
+            lambda rows: (rows[0][0], rows[0][1], rows[0][2]),
+        )
+
+    def pass_wake(
+        self, worker_id: str, job_types: Sequence[str], queues: Sequence[str], ignore_heads: bool
+    ) -> Statement[None]:
+        """Wake as many other workers as there are due jobs."""
+        return Statement(
+            "pass_wake",
+            f"SELECT {self._s}.pass_wake($1::text, $2::text[], $3::text[], $4::boolean)",
+            (worker_id, list(job_types), list(queues), ignore_heads),
+            nothing,
         )
 
     def register_worker(
@@ -81,38 +96,63 @@ class WorkerStatements(Statements):
         job_types: Sequence[str],
         priorities: Sequence[int],
         info: str,
+        life: UUID,
+        idle: bool = True,
     ) -> Statement[None]:
-        """Register a worker and create the lanes of its tasks."""
+        """Register one life of a worker and create the lanes of its tasks."""
         return Statement(
             "register_worker",
             f"SELECT {self._s}.register_worker($1::text, $2::text, $3::int, $4::text[], $5::text[], "
-            "$6::int[], $7::jsonb)",
-            (worker_id, host, pid, list(queues), list(job_types), list(priorities), info),
+            "$6::int[], $7::jsonb, $8::uuid, $9::boolean)",
+            (
+                worker_id,
+                host,
+                pid,
+                list(queues),
+                list(job_types),
+                list(priorities),
+                info,
+                life,
+                idle,
+            ),
             nothing,
         )
 
-    def touch_worker(self, worker_id: str, idle: bool | None, info: str | None) -> Statement[None]:
-        """Record that a worker is alive, and whether it is idle."""
+    def touch_worker(
+        self,
+        worker_id: str,
+        idle: bool | None,
+        info: str | None,
+        life: UUID,
+        full_types: Sequence[str] | None = None,
+    ) -> Statement[bool | None]:
+        """Record that a worker is alive, whether it is idle, and for which types it has no free slot. False if
+        it is not registered, and None if another transaction has locked its row."""
         return Statement(
             "touch_worker",
-            f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb)",
-            (worker_id, idle, info),
-            nothing,
+            f"SELECT {self._s}.touch_worker($1::text, $2::boolean, $3::jsonb, $4::uuid, $5::text[])",
+            (worker_id, idle, info, life, None if full_types is None else list(full_types)),
+            lambda rows: rows[0][0],
         )
 
-    def beat_worker(self, worker_id: str, info: str, counts: str | None) -> Statement[None]:
-        """Record that a worker is alive, and its throughput."""
+    def beat_worker(
+        self, worker_id: str, info: str, counts: str | None, life: UUID
+    ) -> Statement[bool]:
+        """Record that a worker is alive, and its throughput. False if it is not registered."""
         return Statement(
             "beat_worker",
-            f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb)",
-            (worker_id, info, counts),
-            nothing,
+            f"SELECT {self._s}.beat_worker($1::text, $2::jsonb, $3::jsonb, $4::uuid)",
+            (worker_id, info, counts, life),
+            lambda rows: rows[0][0] is not False,  # None: its row is locked
         )
 
-    def remove_worker(self, worker_id: str) -> Statement[None]:
-        """Remove a worker that has stopped."""
+    def remove_worker(self, worker_id: str, life: UUID) -> Statement[None]:
+        """Remove this life of a worker: it has stopped."""
         return Statement(
-            "remove_worker", f"SELECT {self._s}.remove_worker($1::text)", (worker_id,), nothing
+            "remove_worker",
+            f"SELECT {self._s}.remove_worker($1::text, $2::uuid)",
+            (worker_id, life),
+            nothing,
         )
 
     def stop_jobs(
@@ -142,14 +182,19 @@ class WorkerStatements(Statements):
         lease: timedelta,
         idempotency_ttl: timedelta,
         lease_id: UUID,
+        *,
+        resend: bool = False,
     ) -> Statement[tuple[UUID, UUID | None]]:
-        """Enqueue one job and claim it: (id, fence). The fence is None if the idempotency key is taken."""
+        """Enqueue one job with a new id and claim it: (id, fence). The fence is None if the idempotency key is
+        taken. With `resend`, a job that exists already is not enqueued again."""
+        values = (job, worker_id, lease, idempotency_ttl, lease_id)
         return Statement(
             "enqueue_and_claim",
             f"SELECT id, lease_id FROM {self._s}.enqueue_and_claim($1::text::jsonb, $2::text, "
-            "$3::interval, $4::interval, $5::uuid)",
-            (job, worker_id, lease, idempotency_ttl, lease_id),
+            "$3::interval, $4::interval, $5::uuid, $6::boolean)",
+            (*values, not resend),
             lambda rows: (rows[0][0], rows[0][1]),
+            None if resend else lambda: self.enqueue_and_claim(*values, resend=True),
         )
 
     def add_late_events(
@@ -158,13 +203,20 @@ class WorkerStatements(Statements):
         lease_ids: Sequence[UUID],
         kinds: Sequence[str],
         datas: Sequence[str],
+        numbers: Sequence[int] | None = None,
     ) -> Statement[list[UUID]]:
-        """Append events to jobs that were completed by their handlers."""
+        """Append events to jobs that were completed by their handlers. For `numbers` see `add_events`."""
         return Statement(
             "add_late_events",
             f"SELECT * FROM {self._s}.add_late_events($1::uuid[], $2::uuid[], $3::text[], "
-            "$4::text[]::jsonb[])",
-            (list(ids), list(lease_ids), list(kinds), list(datas)),
+            "$4::text[]::jsonb[], $5::bigint[])",
+            (
+                list(ids),
+                list(lease_ids),
+                list(kinds),
+                list(datas),
+                None if numbers is None else list(numbers),
+            ),
             ids_of,
         )
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from howdah.encoding import payload, validation
 from howdah.encoding.arguments import to_json
 from howdah.errors import InvalidJob, InvalidOption, did_you_mean
-from howdah.protocol.statements import Filters, Statement
-from howdah.testing.inlining import inline_log
+from howdah.protocol.filters import Filters
+from howdah.testing.inline_backend import inline_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from howdah.model import Job
+    from howdah.protocol.statements import Statement
     from howdah.task import Task
 
 SHOWN_JOBS = 10
@@ -62,15 +63,15 @@ def _statement(task: Task[..., Any]) -> Statement[list[Job]]:
 
 
 def _jobs(task: Task[..., Any]) -> list[Job]:
-    log = inline_log(task.app)
-    if log is not None:
-        return log.jobs
+    jobs = inline_jobs(task.app)
+    if jobs is not None:
+        return jobs
     found: list[Job] = task.app.backend.run(_statement(task), task._call.get("conn"))
     return found[::-1]
 
 
 async def _ajobs(task: Task[..., Any]) -> list[Job]:
-    if inline_log(task.app) is not None:
+    if inline_jobs(task.app) is not None:
         return _jobs(task)
     return (await task.app.abackend.run(_statement(task), task._call.get("conn")))[::-1]
 

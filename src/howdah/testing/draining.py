@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from howdah.app import App
+    from howdah.context import RunState
     from howdah.model import Job
 
 LEASE = timedelta(hours=1)
@@ -159,13 +160,14 @@ class _Reports:
         self._progress: tuple[int | None, str | None] | None = None
         self._events: list[tuple[str, str]] = []
 
-    def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
+    def progress(self, run: RunState, percent: int | None, stage: str | None) -> None:
         """Keep the newest progress."""
         self._progress = (percent, stage)
 
-    def event(self, job_id: UUID, kind: str, data: str) -> None:
+    def event(self, run: RunState, kind: str, data: str) -> bool:
         """Keep an event."""
         self._events.append((kind, data))
+        return True
 
     def statements(self, app: App, outcome: Outcome) -> Iterator[Statement[Any]]:
         """The statements that write the reports."""
@@ -204,8 +206,9 @@ def _find_queues(schema: str, types: Sequence[str]) -> Statement[list[str]]:
     return Statement(
         "add_lane",
         f"SELECT p.queue, {s}.add_lane(p.queue, p.job_type, p.priority, t.twin) "
-        f"FROM {s}.pending_lanes() AS p, (VALUES (false), (true)) AS t (twin) "
-        "WHERE p.job_type = ANY ($1::text[])",
+        "FROM (SELECT DISTINCT j.queue::text, j.job_type::text, j.priority::int "
+        f"FROM {s}.live_jobs AS j WHERE j.status = 'pending' AND j.blockers = 0 "
+        "AND j.job_type = ANY ($1::text[])) AS p, (VALUES (false), (true)) AS t (twin)",
         (list(types),),
         lambda rows: sorted({row[0] for row in rows}) or ["default"],
     )

@@ -1,21 +1,29 @@
 """Writes outcomes in batches. Executors decide outcomes; the completer only writes them.
 
 There is no timer: the outcomes that arrive while a statement runs form the next batch, so an idle worker
-acknowledges immediately and a busy worker acknowledges hundreds at a time. A batch that the database rejects is
-split until the bad outcome is alone. That job is then failed with the database's error."""
+acknowledges immediately and a busy worker acknowledges hundreds at a time. A batch is bounded, and one that the
+server does not write in time is written in smaller ones (decision 0041). A batch that the database rejects is split
+until the bad outcome is alone. That job is then failed with the database's error; a failure or a cancellation is
+written with its text in ASCII instead. Outcomes that are not accepted are left to `rejected_outcomes.py`, which returns
+those whose lease was not lost (`run_locked`)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from howdah.database.driver_errors import is_transient
+from howdah.database.backoff import Backoff
+from howdah.database.driver_errors import is_statement_cancelled, is_too_much, is_transient
 from howdah.encoding import payload
-from howdah.errors import DatabaseUnreachable
+from howdah.encoding.safe_logger import get_logger
+from howdah.errors import DatabaseTimeout, DatabaseUnreachable
 from howdah.execution import fault_points
+from howdah.execution.repeated_lines import shape_of
 from howdah.outcome import (
     NOT_COMMITTED,
     Cancelled,
@@ -27,30 +35,42 @@ from howdah.outcome import (
     Released,
 )
 from howdah.protocol.acknowledge import acknowledge, kind_of
+from howdah.worker.outcome_queue import MAX_BYTES, OutcomeQueue, size_of
+from howdah.worker.rejected_outcomes import RejectedOutcomes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from uuid import UUID
 
     from howdah.database.async_store import AsyncStore
     from howdah.execution.heartbeat import Heartbeat
+    from howdah.execution.repeated_lines import RepeatedLines
     from howdah.execution.run import Run
     from howdah.hooks import Hooks
     from howdah.outcome import Acknowledgement
     from howdah.protocol.statements import Statement
     from howdah.protocol.worker_statements import Claimed, WorkerStatements
+    from howdah.worker.outcome_queue import Finished
     from howdah.worker.throughput import Throughput
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
-Finished: TypeAlias = "tuple[Run, Outcome]"
 Written: TypeAlias = "tuple[Run, Acknowledgement]"
 
-RETRY_SECONDS = 0.5
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 2.0
+CANCELLED_TRIES = 3
+"""How often one outcome is sent although `statement_timeout` or `lock_timeout` ends the statement: the others wait for it.
+Then a completed attempt counts as failed, and is retried."""
+CANCELLED_RETRY_SECONDS = 10.0
+REPORTS_TIMEOUT_SECONDS = 60.0  # an outcome waits so long for the reports of its run
+# More unwritten outcomes than this stop the slots and the fetcher: outcomes that arrive faster than they can be
+# written would otherwise fill the memory, and the worker would keep jobs that others could run.
+FULL_OUTCOMES, FULL_BYTES = 8000, 16 << 20
 
 
 class Completer:
-    """Writes outcomes in the order in which they arrive."""
+    """Writes outcomes in the order in which they arrive. A large one, and one that the server is slow to write, is
+    written beside the others (`run_large`), which do not wait for it."""
 
     def __init__(
         self,
@@ -65,37 +85,112 @@ class Completer:
         self._heartbeat = heartbeat
         self._hooks = hooks
         self._throughput = throughput
-        self._outcomes: list[Finished] = []
-        self._arrived = asyncio.Event()
+        self._lines = heartbeat.lines
+        self._queue, self._large, self._locked = OutcomeQueue(), OutcomeQueue(), OutcomeQueue()
+        self._rejected = RejectedOutcomes(
+            store, statements, self._lines, self._locked.put_back, self._lose
+        )
+        self._unwritten: set[Run] = set()
+        self._reporting: dict[Run, Outcome] = {}  # until their reports are written
+        self._bytes = 0  # of the unwritten outcomes
         self._drained = asyncio.Event()
         self._drained.set()
+        self._room = asyncio.Event()
+        self.is_full = False
+        """Whether so many outcomes are unwritten that no more jobs may be claimed or started."""
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when it is no longer full."""
         self.written = 0
 
     def put(self, run: Run, outcome: Outcome) -> None:
         """Add an outcome to the next batch."""
         run.finishing = True
-        self._outcomes.append((run, outcome))
-        self._arrived.set()
+        run.size = size_of(run, outcome)
+        self._unwritten.add(run)
+        self._bytes += run.size
         self._drained.clear()
+        if self._bytes >= FULL_BYTES or len(self._unwritten) >= FULL_OUTCOMES:
+            self.is_full = True
+            self._room.clear()
+        if run.dirty:
+            self._put_after_reports(run, outcome)
+        else:
+            self._add(run, outcome)
+
+    def _add(self, run: Run, outcome: Outcome) -> None:
+        (self._queue if run.size <= MAX_BYTES else self._large).put((run, outcome))
+
+    def _put_after_reports(self, run: Run, outcome: Outcome) -> None:
+        """Write the outcome after the run's own reports, but without them if they take too long. Only the outcomes
+        of other runs that have reports to write wait, too."""
+        self._reporting[run] = outcome
+        loop = asyncio.get_running_loop()
+
+        def end(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(self._end_reporting, run)
+
+        loop.call_later(REPORTS_TIMEOUT_SECONDS, self._end_reporting, run)
+        self._heartbeat.when_reported(run).add_done_callback(end)
+
+    def _end_reporting(self, run: Run) -> None:
+        outcome = self._reporting.pop(run, None)
+        if outcome is not None:
+            self._add(run, outcome)
+
+    def hurry(self) -> None:
+        """Write every outcome now, without the reports that are not written yet."""
+        for run in list(self._reporting):
+            self._end_reporting(run)
 
     async def drain(self) -> None:
         """Wait until every outcome has been written."""
         await self._drained.wait()
 
+    async def wait_for_room(self) -> None:
+        """Wait until the completer is no longer full."""
+        while self.is_full:
+            await self._room.wait()
+
     async def run(self) -> None:
         """Write outcomes until cancelled."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            batch, self._outcomes = self._outcomes, []
-            if batch:
-                await self._write(batch)
-            if not self._outcomes:
-                self._drained.set()
+        await self._write_all(self._queue)
 
-    async def _write(self, batch: list[Finished]) -> None:
-        if any(run.dirty for run, _ in batch):
-            await self._flush_reports()
+    async def run_large(self) -> None:
+        """Write large outcomes until cancelled."""
+        await self._write_all(self._large)
+
+    async def run_locked(self) -> None:
+        """Write outcomes of jobs that another transaction had locked until cancelled."""
+        await self._write_all(self._locked)
+
+    async def run_rejected(self) -> None:
+        """Find out why outcomes were rejected until cancelled."""
+        await self._rejected.run()
+
+    async def _write_all(self, queue: OutcomeQueue) -> None:
+        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
+        while True:
+            await queue.arrived.wait()
+            batch = queue.take()
+            if not batch:
+                continue
+            try:
+                if await self._write(queue, batch):
+                    backoff.reset()
+                else:
+                    await asyncio.sleep(backoff.next())
+            except asyncio.CancelledError:
+                # If this part continues, it writes what is left. What was written is rejected then.
+                queue.put_back(
+                    each
+                    for each in batch
+                    if each[0] in self._unwritten and each[0] not in self._rejected
+                )
+                raise
+
+    async def _write(self, queue: OutcomeQueue, batch: list[Finished]) -> bool:
+        """Write a batch. False if some of it has to be written again."""
         groups: dict[object, list[Written]] = defaultdict(list)
         counts: dict[UUID, int] = {}
         for run, outcome in batch:
@@ -105,46 +200,72 @@ class Completer:
             # The answer contains job ids. So two runs of one job, one of which is stale, go into two statements.
             counts[run.id] = number = counts.get(run.id, 0) + 1
             groups[kind_of(outcome), number].append((run, outcome))
-        for group in groups.values():
-            await self._send(group)
+        written = [await self._send(queue, group) for group in groups.values()]
+        return all(written)
 
-    async def _flush_reports(self) -> None:
-        while True:
-            try:
-                await asyncio.to_thread(self._heartbeat.flush)
-            except DatabaseUnreachable:
-                logger.warning("database unreachable; retrying to write reports")
-                continue
-            except Exception:
-                logger.warning("reports could not be written", exc_info=True)
-            return
-
-    async def _send(self, group: list[Written], *, last_try: bool = False) -> None:
+    async def _send(
+        self, queue: OutcomeQueue, group: list[Written], *, last_try: bool = False
+    ) -> bool:
+        """Write outcomes of one kind. False if they have to be written again, in smaller statements."""
         fault_points.reach("before-acknowledge")
+        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
+        resent: list[bool] = []
+        tries = 0
+        statement = _noting_resends(self._statement(group), resent, queue.timeout)
+        if any(run.in_doubt for run, _ in group) and statement.resend is not None:
+            statement = statement.resend()
         while True:
             try:
-                accepted = set(await self._store.run(self._statement(group)))
+                accepted = set(await self._store.run(statement))
                 break
             except Exception as error:
-                if not _is_transient(error):
-                    await self._split(group, error, last_try=last_try)
-                    return
+                tries += 1
+                is_cancelled = len(group) == 1 and is_statement_cancelled(error)
+                if not _is_transient(error) or (is_cancelled and tries >= CANCELLED_TRIES):
+                    return await self._split(queue, group, error, last_try=last_try)
                 # Retry until the database answers: after the lease has expired it may reject the write.
-                logger.warning(
-                    "outcomes could not be written; retrying",
-                    extra={"outcomes": len(group), "error": str(error)},
-                )
-                await asyncio.sleep(RETRY_SECONDS)
+                self._lines.log(
+                    logger, logging.WARNING, "outcomes could not be written; retrying",
+                    kind=("outcomes", type(error)),
+                    fields={"outcomes": len(group), "error": str(error)},
+                )  # fmt: skip
+                if is_too_much(error) and not is_cancelled:
+                    self._write_later(queue, group, error)
+                    return False
+                await asyncio.sleep(backoff.next())
+                # Not the first form: what an attempt without an answer has written counts as its own.
+                if statement.resend is not None:
+                    statement = statement.resend()
         fault_points.reach("after-acknowledge")
-        self._finish(group, accepted)
+        queue.grow()
+        rejected = [each for each in group if each[0].id not in accepted]
+        for run, _ in rejected:
+            run.in_doubt = run.in_doubt or bool(resent)
+        self._rejected.put(rejected)
+        self._finish([each for each in group if each[0].id in accepted], accepted)
+        return True
 
-    async def _split(self, group: list[Written], error: Exception, *, last_try: bool) -> None:
+    def _lose(self, group: list[Written]) -> None:
+        self._finish(group, set())
+
+    def _write_later(self, queue: OutcomeQueue, group: list[Written], error: Exception) -> None:
+        """A statement was too much for the server: write fewer outcomes at once. An outcome that takes too long
+        by itself must not delay the others."""
+        if isinstance(error, DatabaseTimeout):
+            for run, _ in group:
+                run.in_doubt = True
+        later = self._large if len(group) == 1 else queue
+        later.shrink(len(group))
+        later.put_back(group)
+
+    async def _split(
+        self, queue: OutcomeQueue, group: list[Written], error: Exception, *, last_try: bool
+    ) -> bool:
         if len(group) > 1:
             middle = len(group) // 2
-            await self._send(group[:middle])
-            await self._send(group[middle:])
-            return
-        run, _ = group[0]
+            halves = group[:middle], group[middle:]
+            return all([await self._send(queue, half) for half in halves])
+        run, outcome = group[0]
         logger.warning(
             "outcome rejected by the database",
             exc_info=error,
@@ -152,9 +273,8 @@ class Completer:
         )
         if last_try:
             self._finish(group, set())  # its lease will expire and the job will be recovered
-        else:
-            last = Failed(payload.format_error(error), None, None)
-            await self._send([(run, last)], last_try=True)
+            return True
+        return await self._send(queue, [(run, _writable(outcome, error))], last_try=True)
 
     def _statement(self, group: Sequence[Written]) -> Statement[list[UUID]]:
         now = time.monotonic()
@@ -166,35 +286,92 @@ class Completer:
             [None if run.started is None else now - run.started for run, _ in group],
         )
 
-    def _finish(self, group: Sequence[Finished], accepted: set[UUID]) -> None:
+    def _finish(
+        self, group: Sequence[Finished], accepted: set[UUID], *, resent: bool = False
+    ) -> None:
         now = time.monotonic()
         self._heartbeat.remove(run for run, _ in group)
         self.written += len(accepted)
         ended: list[tuple[Claimed, str, float]] = []
         for run, outcome in group:
+            self._unwritten.discard(run)
+            self._bytes -= run.size
             if run.on_acknowledged is not None:
                 run.on_acknowledged()
             state, error = _state_after(run, outcome, run.id in accepted)
             if run.started is not None:
                 ended.append((run.job, state, now - run.started))
             if state != "completed" or logger.isEnabledFor(logging.DEBUG):
-                _log(run, state, error)
+                _log(self._lines, run, state, error, resent=resent or run.in_doubt)
             if self._hooks.active:
                 self._hooks.notify(run.job, state, error)
         self._throughput.add(ended)
+        if not self._unwritten:
+            self._drained.set()
+        if (
+            self.is_full
+            and 2 * self._bytes < FULL_BYTES
+            and 2 * len(self._unwritten) < FULL_OUTCOMES
+        ):
+            self.is_full = False
+            self._room.set()
+            self.on_room()
 
 
-def _log(run: Run, state: str, error: str | None) -> None:
+def _writable(outcome: Acknowledgement, error: Exception) -> Acknowledgement:
+    """What to write for an outcome that the database rejected with this error. Its texts are ASCII: the encoding of the
+    database may not have the other characters."""
+    match outcome:
+        case Failed(text, traceback, retry_in, cause):
+            return Failed(_to_ascii(text), traceback and _to_ascii(traceback), retry_in, cause)
+        case Cancelled(reason):
+            return Cancelled(_to_ascii(reason))
+    retry_in = CANCELLED_RETRY_SECONDS if is_statement_cancelled(error) else None
+    return Failed(_to_ascii(payload.format_error(error)), None, retry_in)
+
+
+def _to_ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+def _noting_resends(
+    statement: Statement[list[UUID]], resent: list[bool], timeout: float
+) -> Statement[list[UUID]]:
+    """The statement; `resent` is no longer empty after it was sent again for want of an answer."""
+    statement = dataclasses.replace(statement, timeout=timeout, is_divisible=True)
+
+    def resend() -> Statement[list[UUID]]:
+        resent.append(True)
+        again = statement if statement.resend is None else statement.resend()
+        again = dataclasses.replace(again, timeout=timeout, is_divisible=True)
+        return dataclasses.replace(again, resend=lambda: again)
+
+    return dataclasses.replace(statement, resend=resend)
+
+
+def _log(lines: RepeatedLines, run: Run, state: str, error: str | None, *, resent: bool) -> None:
     fields = {
         "job_id": str(run.id),
         "job_type": run.job.job_type,
         "queue": run.job.queue,
         "attempt": run.job.attempts,
     }
-    if state == "lost":
+    if state == "lost" and resent:
+        # A failure or a release leaves nothing by which its lease could be recognized.
+        logger.info(
+            "acknowledgement sent again and not needed: it was written before, or the lease was lost",
+            extra=fields,
+        )
+    elif state == "lost":
         logger.warning("acknowledgement rejected: lease lost", extra=fields)
     elif state in ("failed", "retrying"):
-        logger.info("job failed", extra={**fields, "state": state, "error": error})
+        # Attempts that fail alike are counted; the last attempt of a job always has its line.
+        lines.log(
+            logger, logging.INFO, "job failed",
+            kind=("job failed", run.job.job_type, shape_of(error or "")),
+            fields={**fields, "state": state, "error": error},
+            always=state == "failed",
+        )  # fmt: skip
     else:
         logger.debug("job ended", extra={**fields, "state": state})
 

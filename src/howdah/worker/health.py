@@ -1,5 +1,6 @@
 """A health endpoint. `/live` answers 200 while the event loop and the heartbeat's thread run, `/ready` while the
-worker has started, has had a recent heartbeat, and is not stopping."""
+worker has started, has had a recent heartbeat, and is not stopping. Neither answers while a handler blocks the event
+loop; `Worker.health`, called in another thread, then says that the worker is not ready."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@ of each type. The fetcher claims them; the slots run them."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,25 +18,24 @@ SMOOTHING = 0.1
 
 
 class Demand(NamedTuple):
-    """What to claim: jobs of any type, and then additional jobs of the types known to be short."""
+    """What to claim. `is_whole` is False for additional jobs, of the types known to be short alone."""
 
-    any_type: int
-    short: int
-    short_types: list[str]
-
-
-NO_DEMAND = Demand(0, 0, [])
+    batch_size: int
+    job_types: list[str]
+    is_whole: bool
 
 
 class Prefetch:
-    """Measures the runs of a worker's slots."""
+    """Measures the runs of an executor's slots."""
 
     def __init__(self, slots: int, job_types: Collection[str]) -> None:
         self._slots = slots
-        self._job_types = job_types
+        self._job_types = list(job_types)
         self._seconds: dict[str, float] = {}  # smoothed duration of each type
         self._rate = 0.0  # smoothed, jobs that end per second
         self._measured_at = time.monotonic()
+        self.target = 0
+        """How many jobs the buffer should have, as of the last demand."""
         self.ended = 0
         """Runs that ended since the rate was last measured."""
 
@@ -48,20 +46,23 @@ class Prefetch:
             seconds if known is None else known + SMOOTHING * (seconds - known)
         )
 
-    def demand(self, buffer: Collection[Run], running: Collection[Run]) -> Demand:
+    def demand(self, buffer: Collection[Run], running: Collection[Run]) -> list[Demand]:
         """How many more jobs to claim: none while the buffer is more than half full.
 
         Jobs of long types, and of types never measured, are claimed only for slots without such a job:
         another worker could run them meanwhile."""
-        target = self._buffer_target()
+        self.target = target = self._buffer_target()
         missing = self._slots + target - len(buffer) - len(running)
         if missing <= 0 or (target and len(buffer) > target // 2):
-            return NO_DEMAND
+            return []
         short_types = [name for name in self._job_types if self._is_short(name)]
         if len(short_types) == len(self._job_types):
-            return Demand(missing, 0, [])
-        any_type = max(0, min(missing, self._slots - self._count_long(buffer, running)))
-        return Demand(any_type, missing - any_type if short_types else 0, short_types)
+            return [Demand(missing, self._job_types, True)]
+        whole = max(0, min(missing, self._slots - self._count_long(buffer, running)))
+        demands = [Demand(whole, self._job_types, True)] if whole else []
+        if short_types and missing > whole:
+            demands.append(Demand(missing - whole, short_types, False))
+        return demands
 
     def _buffer_target(self) -> int:
         """How many jobs end in `PREFETCH_SECONDS` at the current rate. The rate is measured, not derived from
@@ -82,7 +83,8 @@ class Prefetch:
 
     def _count_long(self, buffer: Collection[Run], running: Collection[Run]) -> int:
         late = time.monotonic() - PREFETCH_SECONDS
+        runs = [*running, *buffer]  # a copy: the heartbeat's thread may take jobs out of the buffer
         return sum(
             not self._is_short(run.job.job_type) or (run.started is not None and run.started < late)
-            for run in itertools.chain(running, buffer)
+            for run in runs
         )

@@ -2,77 +2,106 @@
 when its job is cancelled or its lease is lost: SIGTERM raises `Aborted` in the handler, and if the handler is still
 running 0.8 s later, its process is killed (decision 0013). A process that crashes fails its own job and no other.
 
-A child sends progress and events to its worker as datagrams. They need no lock, which a killed process could leave
-locked, and each arrives whole or not at all (decision 0011)."""
+A child (`task_process.py`) sends progress and events to its worker as datagrams. They need no lock, which a killed
+process could leave locked, and each arrives whole or not at all (decision 0011)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import importlib
 import importlib.util
-import logging
 import multiprocessing
 import os
 import shutil
 import signal
-import socket
+import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from uuid import UUID
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from howdah.context import RunState
+from howdah.database.own_thread import run_in_own_thread
+from howdah.encoding.safe_logger import get_logger
 from howdah.errors import InvalidOption
-from howdah.execution.handler import aborted, execute, outcome_of
-from howdah.execution.run import Run, make_context
-from howdah.outcome import Failed, Released
-from howdah.protocol.worker_statements import Claimed
+from howdah.execution.handler import aborted, outcome_of
+from howdah.execution.run import Run
+from howdah.outcome import Lost, Released
+from howdah.worker import task_process
 from howdah.worker.process_directory import make_directory
+from howdah.worker.suspects import StartNotWritten, is_suspect
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import socket
+    from collections.abc import Callable
     from concurrent.futures import Future
+    from pathlib import Path
 
     import pebble
 
-    from howdah.context import Context, Sink
-    from howdah.outcome import AbortReason, Outcome
+    from howdah.context import Context
+    from howdah.execution.heartbeat import Heartbeat
+    from howdah.hooks import Hooks
+    from howdah.outcome import Outcome
+    from howdah.protocol.worker_statements import Claimed
     from howdah.task import Task
+    from howdah.worker.suspects import Suspects
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
-BEGIN_TIMEOUT_SECONDS = 30.0  # for a process to begin a job while one is free
+BEGIN_TIMEOUT_SECONDS = 30.0  # for a process to take a job while one is free
+IMPORT_TIMEOUT_SECONDS = 120.0  # for a process that took a job to enter its handler
 TERMINATE_SECONDS = 0.8  # from SIGTERM to SIGKILL
 POOL_RETRY_SECONDS = 1.0
-POOL_STOP_TIMEOUT_SECONDS = 5
+POOL_STOP_TIMEOUT_SECONDS = 5.0
 MESSAGE_BYTES = 200_000
 CHECK_SECONDS = 0.5
+FULL_CHECK_SECONDS = 0.05
+
+
+class ImportNotDone(Exception):
+    """A task process took a job and did not enter its handler in time."""
 
 
 class ProcessDied(Exception):
     """A task process ended before its handler did: a crash, the kernel's out-of-memory killer, or `os._exit`."""
 
 
-class _Begun(NamedTuple):
-    """The process that has begun a job, and when it did."""
+@dataclass(slots=True, eq=False)
+class _Child:
+    """What the processes of the pool have said about one run."""
 
-    pid: int
-    at: float
+    run: Run
+    pid: int | None = None
+    """The process that has taken the job. It imports the task's module first."""
+    taken_at: float = 0.0
+    has_imported: bool = False
+    is_full: bool = False
+    """It waits until there is room for more events."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ProcessExecutor:
-    """The pool of task processes, and the socket that receives their reports."""
+    """The pool of task processes, and the socket that receives their reports.
 
-    def __init__(self, size: int, sink: Sink) -> None:
+    A run starts when its process enters the handler, not when the job is given to the pool: a worker that is
+    killed while the process imports a module must not use up an attempt."""
+
+    def __init__(
+        self,
+        size: int,
+        sink: Heartbeat,
+        suspects: Suspects,
+        hooks: Hooks,
+        set_up: Callable[[], object] | None = None,
+    ) -> None:
         self._size = size
-        self._runs: dict[UUID, Run] = {}
-        self._begun: dict[UUID, _Begun] = {}
+        self._set_up = set_up
         self._sink = sink
+        self._suspects = suspects
+        self._hooks = hooks
+        self._children: dict[str, _Child] = {}
         self._pool: pebble.ProcessPool | None = None
         self._directory: Path | None = None
         self._socket: socket.socket | None = None
@@ -88,43 +117,85 @@ class ProcessExecutor:
         return pebble.ProcessPool(
             max_workers=self._size,
             context=multiprocessing.get_context("spawn"),
-            initializer=_begin_child,
-            initargs=(self._socket.getsockname(),),
+            initializer=task_process.begin,
+            initargs=(self._socket.getsockname(), self._set_up),
         )
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._socket is not None:
-                kind, job_id, one, two = msgspec.msgpack.decode(self._socket.recv(MESSAGE_BYTES))
+                kind, fence, one, two = msgspec.msgpack.decode(self._socket.recv(MESSAGE_BYTES))
+                child = self._children.get(fence)
+                if child is None:
+                    continue  # the run has ended
                 match kind:
                     case "progress":
-                        self._sink.progress(UUID(bytes=job_id), one, two)
+                        self._sink.progress(child.run, one, two)
                     case "event":
-                        self._sink.event(UUID(bytes=job_id), one, two)
-                    case "completed-by-handler" if run := self._runs.get(UUID(bytes=job_id)):
-                        run.complete_by_handler()
-                    case "begin" if UUID(bytes=job_id) in self._runs:
-                        self._begun[UUID(bytes=job_id)] = _Begun(one, time.monotonic())
+                        self._sink.event(child.run, one, two)
+                    case "completed-by-handler":
+                        child.run.complete_by_handler()
+                    case "taken":
+                        child.pid, child.taken_at = one, time.monotonic()
+                        child.changed.set()
+                    case "imported":
+                        child.has_imported = True
+                        child.changed.set()
+                    case "entered":
+                        self._enter(child)
+                    case "full":
+                        child.is_full = True
+                        self._tell_room(child)
+
+    def _tell_room(self, child: _Child) -> None:
+        """Let a process that has sent many events go on, if enough of them are written."""
+        if child.is_full and self._sink.has_room(child.run):
+            child.is_full = False
+            self._send(child, task_process.ROOM)
+
+    def _send(self, child: _Child, text: str = "") -> None:
+        fence = task_process.fence(child.run.id, child.run.lease_id)
+        if self._socket is not None and self._directory is not None:
+            with contextlib.suppress(OSError):  # the process was killed; `_has_exited` notices
+                to = str(self._directory / f"child-{child.pid}")
+                self._socket.sendto((fence + text).encode(), to)
+
+    def _enter(self, child: _Child) -> None:
+        child.run.started = time.monotonic()
+        child.changed.set()
+        if self._hooks.active:
+            self._hooks.notify(child.run.job, "running")
 
     async def execute(self, task: Task[..., Any], context: Context) -> Outcome:
         """Run a handler in a process of the pool."""
         run = context.run
         assert isinstance(run, Run)  # noqa: S101 - the slots make it
-        self._runs[run.id] = run
+        fence = task_process.fence(run.id, run.lease_id)
+        child = self._children[fence] = _Child(run)
         try:
-            outcome = await self._execute(task, context, run)
+            outcome = await self._execute(task, context, child)
             self._receive()  # the reports that the child sent before its outcome
             return outcome
         finally:
-            if self._runs.get(run.id) is run:
-                del self._runs[run.id]
-                self._begun.pop(run.id, None)
+            del self._children[fence]
+            if self._directory is not None:
+                (self._directory / fence).unlink(missing_ok=True)
 
-    async def _execute(self, task: Task[..., Any], context: Context, run: Run) -> Outcome:
-        import pebble
-
+    async def _execute(self, task: Task[..., Any], context: Context, child: _Child) -> Outcome:
+        run = child.run
         try:
-            return await self._wait(self._schedule(run), task, context)
+            import pebble
+
+            future = self._schedule(run)
+        except Exception as error:
+            # No handler was entered, so no attempt is used: too many open files, no memory for a process.
+            logger.warning(
+                "task processes cannot be started; releasing the job",
+                extra={"job_id": str(run.id), "error": str(error)},
+            )
+            return Released(POOL_RETRY_SECONDS)
+        try:
+            return await self._wait(future, context, child)
         except TimeoutError:
             return outcome_of(task, context, aborted(context, "timeout"))
         except asyncio.CancelledError as error:
@@ -135,96 +206,123 @@ class ProcessExecutor:
             return outcome_of(task, context, ProcessDied(_format_exit(error.exitcode)))
         except BrokenProcessPool:
             return Released(POOL_RETRY_SECONDS)  # the job had not begun
+        except StartNotWritten:
+            raise
         except Exception as error:
             return outcome_of(task, context, error)
 
     def _schedule(self, run: Run) -> Future[Outcome]:
         task = run.task
-        work = (locate(task), task.name, plain_values(run.job))
-        timeout = task.options.timeout
-        kill_after = None if timeout is None else timeout + TERMINATE_SECONDS
+        work = (locate(task), task.name, plain_values(run.job), is_suspect(run))
         if self._pool is None:
             self._pool = self._start()
         try:
-            return self._pool.schedule(_run_child, args=work, timeout=kill_after)
+            return self._pool.schedule(task_process.run, args=work)
         except RuntimeError:
             # A child that is killed while idle breaks the pool permanently.
             self._replace_pool()
-            return self._pool.schedule(_run_child, args=work, timeout=kill_after)
+            return self._pool.schedule(task_process.run, args=work)
 
     def _replace_pool(self) -> None:
         logger.warning("process pool broke; starting a new one")
         broken = self._close()
-        asyncio.get_running_loop().run_in_executor(None, _stop_pool, broken)
+        threading.Thread(target=_stop_pool, args=(broken,), name="howdah-pool", daemon=True).start()
         self._pool = self._start()
 
-    async def _wait(
-        self, future: Future[Outcome], task: Task[..., Any], context: Context
-    ) -> Outcome:
+    async def _wait(self, future: Future[Outcome], context: Context, child: _Child) -> Outcome:
         answer = asyncio.wrap_future(future)
+        answer.add_done_callback(lambda _: child.changed.set())
         try:
-            return await self._wait_or_terminate(answer, task, context)
+            return await self._wait_or_terminate(answer, context, child)
         except asyncio.CancelledError:
             if context.run.abort_reason is not None and not answer.done():
-                self._terminate(context)
+                self._terminate(child)
                 await asyncio.wait([answer], timeout=TERMINATE_SECONDS)
             raise
         finally:
             answer.cancel()  # kills its process, if that is still running it
-            if self._directory is not None:
-                (self._directory / context.id.hex).unlink(missing_ok=True)
 
     async def _wait_or_terminate(
-        self, answer: asyncio.Future[Outcome], task: Task[..., Any], context: Context
+        self, answer: asyncio.Future[Outcome], context: Context, child: _Child
     ) -> Outcome:
-        job_id, limit = context.id, task.options.timeout
+        run, limit = child.run, child.run.task.options.timeout
         waiting_since = time.monotonic()
         while True:
-            has_exited = self._has_exited(job_id)  # read first: the outcome may arrive in between
-            begun = self._begun.get(job_id)
-            seconds = CHECK_SECONDS
-            if begun is not None and limit is not None and context.run.abort_reason is None:
-                seconds = min(seconds, begun.at + limit - time.monotonic())
-            await asyncio.wait([answer], timeout=max(0.0, seconds))
+            has_exited = _has_exited(child)  # read first: the outcome may arrive in between
+            child.changed.clear()
+            self._tell_room(child)
+            seconds = FULL_CHECK_SECONDS if child.is_full else CHECK_SECONDS
+            if run.started is not None and limit is not None:
+                # From the entry of the handler: the import of its module does not count.
+                over = time.monotonic() - run.started - limit
+                if over > TERMINATE_SECONDS:
+                    raise TimeoutError
+                if over >= 0 and run.abort("timeout"):
+                    self._terminate(child)
+                seconds = min(seconds, -over if over < 0 else TERMINATE_SECONDS - over + 0.01)
+            if not answer.done():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, seconds)):
+                        await child.changed.wait()
             if answer.cancelled():
                 raise BrokenProcessPool  # the pool was replaced
             if answer.done():
                 return await answer
-            if begun is not None and limit is not None and time.monotonic() > begun.at + limit:
-                if context.run.abort("timeout"):
-                    self._terminate(context)
-            elif begun is not None or len(self._begun) >= self._size:
+            if child.has_imported:
+                child.has_imported = False
+                if not await self._admit(child):
+                    return Lost()
+            self._check_begin(child, waiting_since)
+            if child.pid is not None or self._taken() >= self._size:
                 waiting_since = time.monotonic()
-            elif time.monotonic() - waiting_since > BEGIN_TIMEOUT_SECONDS:
-                # A child that was killed while idle may have left the pool's lock locked.
-                if not self._begun:
-                    self._replace_pool()
-                raise BrokenProcessPool
             if has_exited:
                 # With status 0, which the pool treats as the normal end of an idle child.
                 raise ProcessDied(_format_exit(0))
 
-    def _terminate(self, context: Context) -> None:
-        """Raise `Aborted` in the handler, by SIGTERM. A file names the job and the reason: when the signal
+    async def _admit(self, child: _Child) -> bool:
+        """Let a process that has imported the module of a suspect enter its handler, after the start was written:
+        if the job kills this worker too, the attempt counts."""
+        if not await self._suspects.start(child.run):
+            return False
+        self._send(child)
+        return True
+
+    def _check_begin(self, child: _Child, waiting_since: float) -> None:
+        """Raise if the job does not begin although a process is free, or its process does not enter the handler."""
+        now = time.monotonic()
+        if child.pid is None:
+            if now - waiting_since > BEGIN_TIMEOUT_SECONDS:
+                # A child that was killed while idle may have left the pool's lock locked.
+                if not self._taken():
+                    self._replace_pool()
+                raise BrokenProcessPool
+        elif child.run.started is None and now - child.taken_at > IMPORT_TIMEOUT_SECONDS:
+            module = child.run.task.function.__module__
+            raise ImportNotDone(
+                f"the task's process did not import {module} and enter the handler within "
+                f"{IMPORT_TIMEOUT_SECONDS:g} s"
+            )
+
+    def _taken(self) -> int:
+        """How many processes have taken a job."""
+        return sum(child.pid is not None for child in self._children.values())
+
+    def _terminate(self, child: _Child) -> None:
+        """Raise `Aborted` in the handler, by SIGTERM. A file names the run and the reason: when the signal
         arrives, the process may run another job, and other programs send SIGTERM too."""
         self._receive()
-        begun = self._begun.get(context.id)
-        if begun is None or self._directory is None or self._has_exited(context.id):
+        if child.pid is None or self._directory is None or _has_exited(child):
             return
-        (self._directory / context.id.hex).write_text(context.run.abort_reason or "cancelled")
+        run = child.run
+        note = self._directory / task_process.fence(run.id, run.lease_id)
+        note.write_text(run.abort_reason or "cancelled")
         with contextlib.suppress(ProcessLookupError):
-            os.kill(begun.pid, signal.SIGTERM)
+            os.kill(child.pid, signal.SIGTERM)
 
-    def _has_exited(self, job_id: UUID) -> bool:
-        begun = self._begun.get(job_id)
-        return begun is not None and all(
-            begun.pid != child.pid for child in multiprocessing.active_children()
-        )
-
-    async def stop(self) -> None:
+    async def stop(self, timeout: float = POOL_STOP_TIMEOUT_SECONDS) -> None:
         """Kill the running handlers and remove the socket."""
         if self._pool is not None:
-            await asyncio.to_thread(_stop_pool, self._close())
+            await run_in_own_thread(_stop_pool, self._close(), timeout)
 
     def _close(self) -> pebble.ProcessPool:
         pool, self._pool = self._pool, None
@@ -236,10 +334,24 @@ class ProcessExecutor:
         return pool
 
 
-def _stop_pool(pool: pebble.ProcessPool) -> None:
+def _stop_pool(pool: pebble.ProcessPool, timeout: float = POOL_STOP_TIMEOUT_SECONDS) -> None:
     with contextlib.suppress(Exception):
         pool.stop()  # type: ignore[no-untyped-call]
-        pool.join(POOL_STOP_TIMEOUT_SECONDS)
+        pool.join(timeout)
+
+
+def _has_exited(child: _Child) -> bool:
+    """Whether the process that took the job has ended. A handler of this worker may have waited for it (SIGCHLD
+    ignored, `os.waitpid(-1)`); then only the pid tells."""
+    if child.pid is None:
+        return False
+    try:
+        os.kill(child.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return True  # the pid belongs to another user's process
+    return all(child.pid != process.pid for process in multiprocessing.active_children())
 
 
 def require_pebble() -> None:
@@ -271,141 +383,3 @@ def _format_exit(code: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"the task's process was killed by {signal.Signals(-code).name}"
     return f"the task's process ended with status {code} before the task did"
-
-
-# ── in the child process ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Reports:
-    """The `Sink` of a child. It sends datagrams to the worker."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.connect(address)
-
-    def _send(self, kind: str, job_id: UUID, one: Any, two: Any) -> None:
-        self._socket.send(msgspec.msgpack.encode((kind, job_id.bytes, one, two)))
-
-    def progress(self, job_id: UUID, percent: int | None, stage: str | None) -> None:
-        self._send("progress", job_id, percent, stage)
-
-    def event(self, job_id: UUID, kind: str, data: str) -> None:
-        self._send("event", job_id, kind, data)
-
-    def completed_by_handler(self, job_id: UUID) -> None:
-        self._send("completed-by-handler", job_id, None, None)
-
-    def begin(self, job_id: UUID) -> None:
-        self._send("begin", job_id, os.getpid(), None)
-
-
-class _ChildRun(RunState):
-    """The state of a run in the child. The worker has its own state of the run, and the two exchange messages."""
-
-    def __init__(self, job_id: UUID, reports: _Reports) -> None:
-        super().__init__()
-        self._job_id = job_id
-        self._reports = reports
-
-    def complete_by_handler(self) -> None:
-        super().complete_by_handler()
-        self._reports.completed_by_handler(self._job_id)
-
-
-_reports: _Reports | None = None
-_directory = Path()  # the worker leaves a file here for each job to stop
-_running: Context | None = None
-_resources: dict[int, Mapping[str, Any]] = {}
-
-
-def _begin_child(address: str) -> None:
-    global _reports, _directory
-    _reports, _directory = _Reports(address), Path(address).parent
-    # Ctrl-C and init systems signal the whole process group, but only the worker may stop this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _on_sigterm)
-    _exit_with_worker()
-
-
-def _on_sigterm(_signal: int, _frame: object) -> None:
-    """Stop the handler if the worker has left a file about its job. Otherwise ignore the signal."""
-    context = _running
-    if context is None:
-        return
-    with contextlib.suppress(FileNotFoundError):
-        reason = cast("AbortReason", (_directory / context.id.hex).read_text())
-        raise aborted(context, reason)
-
-
-def _exit_with_worker() -> None:
-    """Let the kernel kill this process when its worker is killed."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, Linux only
-
-
-def _run_child(module: str, name: str, claimed: dict[str, Any]) -> Outcome:
-    assert _reports is not None  # noqa: S101 - see `_begin_child`
-    job = Claimed(**claimed)
-    _reports.begin(job.id)
-    task = _find_task(module, name)
-    context = make_context(
-        task,
-        job,
-        data=msgspec.Raw(job.data),
-        sink=_reports,
-        run=_ChildRun(job.id, _reports),
-        resources=_child_resources(task),
-    )
-    global _running
-    with _memory_limit(task.options.memory_limit):
-        _running = context
-        try:
-            # The next handler must not see the context variables that this one has set.
-            outcome = contextvars.Context().run(execute, task, context)
-        finally:
-            _running = None
-    if isinstance(outcome, Failed):
-        # Without the exception, which may not be picklable.
-        outcome = Failed(outcome.error, outcome.traceback, outcome.retry_in)
-    return outcome
-
-
-def _find_task(module: str, name: str) -> Task[..., Any]:
-    from howdah.task import Task
-
-    namespace = vars(importlib.import_module(module))
-    for value in namespace.values():
-        if isinstance(value, Task) and value.name == name:
-            return value
-    raise InvalidOption(f'module {module} has no task named "{name}" at its top level.')
-
-
-def _child_resources(task: Task[..., Any]) -> Mapping[str, Any]:
-    import inspect
-
-    key = id(task.app)
-    if key not in _resources:
-        resources: dict[str, Any] = {}
-        for lifespan in task.app.lifespans:
-            if inspect.isgeneratorfunction(lifespan):
-                # Entered once and never left: the process ends by being killed.
-                resources.update(next(lifespan()) or {})
-        _resources[key] = resources
-    return _resources[key]
-
-
-@contextlib.contextmanager
-def _memory_limit(limit: int | None) -> Any:
-    if limit is None:
-        yield
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

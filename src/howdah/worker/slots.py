@@ -1,55 +1,44 @@
-"""The slots: long-lived coroutines, each running one job at a time from a common buffer. There is no asyncio task
-per job (decision 0009)."""
+"""All slots of a worker. Each executor has its own slots, buffer and prefetch, so that long jobs of one executor
+neither delay the jobs of another nor are claimed before they can run (decision 0028)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import logging
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from howdah.encoding import payload
-from howdah.execution import fault_points
-from howdah.execution.run import Run, make_context
-from howdah.outcome import Cancelled, Failed, Lost, Outcome, Released
-from howdah.worker.prefetch import NO_DEMAND, Demand, Prefetch
-from howdah.worker.suspects import StartNotWritten, is_suspect
+from howdah.encoding.safe_logger import get_logger
+from howdah.execution.run import Run
+from howdah.worker.event_loop import LoopClock
+from howdah.worker.executor_slots import BUFFER_SECONDS, ExecutorSlots, Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from howdah.execution.heartbeat import Heartbeat
     from howdah.hooks import Hooks
-    from howdah.outcome import AbortReason
     from howdah.protocol.worker_statements import Claimed
     from howdah.task import Task
     from howdah.worker.completer import Completer
     from howdah.worker.executors import Executor
+    from howdah.worker.prefetch import Demand
     from howdah.worker.suspects import Suspects
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
-BUFFER_SECONDS = 1.0  # a job that has been in the buffer for so long is released to other workers
-YIELD_EVERY_JOBS = 16
 STOP_TIMEOUT_SECONDS = 1.0
-START_RETRY_SECONDS = 1.0
-SLOT_FAILED_RETRY_SECONDS = 10.0
+BLOCKED_SECONDS = 2 * BUFFER_SECONDS  # then the loop itself releases nothing
+REPORT_SECONDS = 1.0  # one line for all tasks that a handler cancels
 
 
 class Slots:
-    """The buffer of prefetched jobs, and the coroutines that run them. An error in a slot itself, which would be
-    a bug, goes to `on_crash`."""
+    """The slots of every executor that has tasks. `executors` has the number of slots of each, and its function."""
 
     def __init__(
         self,
-        count: int,
         tasks: Mapping[str, Task[..., Any]],
-        executors: Mapping[str, Executor],
+        executors: Mapping[str, tuple[int, Executor]],
         *,
         suspects: Suspects,
         heartbeat: Heartbeat,
@@ -57,40 +46,49 @@ class Slots:
         hooks: Hooks,
         resources: Mapping[str, Any],
         on_crash: Callable[[BaseException], None],
+        abandon_seconds: float,
     ) -> None:
-        self._count = count
         self._tasks = tasks
-        self._executors = executors
-        self._suspects = suspects
         self._heartbeat = heartbeat
-        self._completer = completer
         self._hooks = hooks
-        self._resources = resources
-        self._on_crash = on_crash
-        self._slots: list[asyncio.Task[None]] = []
-        self._buffer: deque[Run] = deque()
-        self._idle: deque[asyncio.Future[None]] = deque()
+        self._clock = LoopClock()
         self._changed = asyncio.Event()
-        self._running: dict[Run, asyncio.Task[None]] = {}
-        self._prefetch = Prefetch(count, tasks)
-        self._closed = False
-        self._clean_variables = contextvars.Context()
+        self._on_demand: Callable[[], None] | None = None
+        self._reported_at = -REPORT_SECONDS
+        surroundings = Surroundings(
+            suspects=suspects, heartbeat=heartbeat, completer=completer, hooks=hooks,
+            resources=resources, on_crash=on_crash, on_ended=self._on_ended, on_refused=self.refuse,
+            abandon_seconds=abandon_seconds,
+        )  # fmt: skip
+        completer.on_room = self._on_room
+        self._executors: dict[str, ExecutorSlots] = {}
+        for name, (count, execute) in executors.items():
+            own = {key: task for key, task in tasks.items() if task.options.run_in == name}
+            if own:
+                self._executors[name] = ExecutorSlots(name, count, own, execute, surroundings)
+        self._all = list(self._executors.values())
+        self._by_type = {key: self._executors[task.options.run_in] for key, task in tasks.items()}
 
     # ── for the fetcher ───────────────────────────────────────────────────────────────────────────
 
     @property
     def running(self) -> int:
         """How many jobs are running."""
-        return len(self._running)
+        return sum(len(each.running) for each in self._all)
 
     @property
     def prefetched(self) -> int:
-        """How many jobs are in the buffer."""
-        return len(self._buffer)
+        """How many jobs are in the buffers."""
+        return sum(len(each.buffer) for each in self._all)
 
-    def demand(self) -> Demand:
-        """How many jobs to claim, and of which types."""
-        return NO_DEMAND if self._closed else self._prefetch.demand(self._buffer, self._running)
+    def demand(self) -> list[list[Demand]]:
+        """What to claim for each executor that has room."""
+        return [demands for each in self._all if (demands := each.demand())]
+
+    def full_types(self) -> frozenset[str]:
+        """The job types for which there is no room now."""
+        room = {name for each in self.demand() for demand in each for name in demand.job_types}
+        return frozenset(self._by_type.keys() - room)
 
     async def wait_for_demand(self) -> None:
         """Wait until `demand` may have changed."""
@@ -99,187 +97,117 @@ class Slots:
             async with asyncio.timeout(BUFFER_SECONDS / 2):
                 await self._changed.wait()
 
+    def on_demand(self, callback: Callable[[], None]) -> None:
+        """Call back when an executor that had no room has some again: the fetcher may be waiting for jobs of the
+        other executors."""
+        self._on_demand = callback
+
+    def _on_ended(self, executor: ExecutorSlots) -> None:
+        self._changed.set()
+        if executor.wants_more and executor.is_below_target and self._on_demand is not None:
+            executor.wants_more = False
+            self._on_demand()
+
+    def _on_room(self) -> None:
+        """The completer can take outcomes again."""
+        self._changed.set()
+        if self._on_demand is not None:
+            self._on_demand()
+
     def release_overdue(self) -> None:
-        """Release jobs that have been in the buffer for too long: the running jobs take longer than expected."""
-        overdue = time.monotonic() - BUFFER_SECONDS
-        while self._buffer and self._buffer[0].buffered < overdue:
-            self._completer.put(self._buffer.popleft(), Released())
+        """Release jobs that have been in a buffer for too long."""
+        for each in self._all:
+            each.release_overdue()
 
     def put(self, jobs: Sequence[Claimed]) -> None:
-        """Put claimed jobs into the buffer."""
+        """Put claimed jobs into the buffers."""
         now = time.monotonic()
+        tasks, by_type, add = self._tasks, self._by_type, self._heartbeat.add
         for job in jobs:
-            run = Run(job.id, job.lease_id, job, self._tasks[job.job_type], buffered=now)
-            self._heartbeat.add(run)
-            if self._closed:
-                self._completer.put(run, Released())
-            else:
-                self._buffer.append(run)
-                self._wake_slot()
-
-    def _wake_slot(self) -> None:
-        while self._idle:
-            idle = self._idle.popleft()
-            if not idle.done():
-                idle.set_result(None)
-                return
+            run = Run(job.id, job.lease_id, job, tasks[job.job_type], buffered=now)
+            add(run)
+            by_type[job.job_type].put(run)
 
     # ── for the runner ────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Start the slots."""
-        self._clean_variables = contextvars.copy_context()
-        for number in range(self._count):
-            self._add_slot(f"howdah-slot-{number}")
+        self._clock.start()
+        for each in self._all:
+            each.start()
 
-    def _add_slot(self, name: str) -> None:
-        slot = asyncio.create_task(
-            self._run_jobs(), name=name, context=self._clean_variables.copy()
-        )
-        slot.add_done_callback(self._on_slot_end)
-        self._slots.append(slot)
+    def runs(self) -> list[Run]:
+        """The runs in the slots, also those of handlers that were abandoned and have not ended."""
+        return [run for each in self._all for run in each.runs()]
 
-    def _on_slot_end(self, slot: asyncio.Task[None]) -> None:
-        if not slot.cancelled() and (error := slot.exception()) is not None:
-            self._on_crash(error)
+    def answer(self) -> bool:
+        """Whether every executor can run the jobs that are claimed for it, and the event loop is not blocked."""
+        return not self.is_blocked and all(each.answers() for each in self._all)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a handler has blocked the event loop for long. For any thread."""
+        return self._clock.blocked_seconds() > BLOCKED_SECONDS
+
+    def take_unstarted(self) -> list[Run]:
+        """In the heartbeat's thread: take the jobs out of the buffers if the event loop is blocked. Removing a job from
+        its buffer is atomic: either this thread has it, to release it, or a slot has it, to run it."""
+        taken: list[Run] = []
+        if self.is_blocked:
+            for each in self._all:
+                with contextlib.suppress(IndexError):
+                    while True:
+                        taken.append(each.buffer.popleft())
+        if self._hooks.active:
+            for run in taken:
+                self._hooks.notify(run.job, "released")
+        return taken
 
     def close(self) -> None:
-        """Release the jobs in the buffer; start no more."""
-        self._closed = True
-        while self._buffer:
-            self._completer.put(self._buffer.popleft(), Released())
-        while self._idle:
-            self._wake_slot()
+        """Release the jobs in the buffers; start no more."""
+        for each in self._all:
+            each.close()
         self._changed.set()
 
     async def wait_until_empty(self) -> None:
         """Wait for the running jobs to end."""
-        while self._running:
+        while self.running:
             self._changed.clear()
             await self._changed.wait()
 
     def interrupt(self) -> None:
-        """Stop the running handlers, to release their jobs. A handler in a thread that never calls its context
-        keeps running."""
-        for run in list(self._running):
-            run.abort("shutdown")
-            self._cancel(run)
+        """Stop the running handlers, to release their jobs."""
+        for each in self._all:
+            each.interrupt()
 
     def release_running(self) -> None:
         """Release the jobs of handlers that did not stop: this process is about to end."""
-        for run in list(self._running):
-            if not run.finishing:
-                self._completer.put(run, Released())
+        for each in self._all:
+            each.release_running()
 
     async def stop(self) -> int:
         """End the slots. Returns how many did not end, because their handlers ignore cancellation."""
-        for slot in self._slots:
-            slot.cancel()
-        if not self._slots:
+        self._clock.stop()
+        slots = [slot for each in self._all for slot in each.end()]
+        if not slots:
             return 0
-        _, stuck = await asyncio.wait(self._slots, timeout=STOP_TIMEOUT_SECONDS)
+        _, stuck = await asyncio.wait(slots, timeout=STOP_TIMEOUT_SECONDS)
         return len(stuck)
 
     def stop_aborted(self, run: Run) -> None:
         """Stop a run that was aborted: its job was cancelled, or its lease was lost."""
-        if run in self._running:
-            self._cancel(run)
-        elif run in self._buffer and run.abort_reason is not None:
-            self._buffer.remove(run)
-            self._completer.put(run, _outcome_before_start(run.abort_reason))
+        self._by_type[run.job.job_type].stop_aborted(run)
 
-    def _cancel(self, run: Run) -> None:
-        """Cancel a handler in the event loop or in a process. A handler in a thread stops at its next call of
-        the context, and not before."""
-        if run.task.options.run_in != "thread":
-            self._running[run].cancel()
-
-    # ── the slots ─────────────────────────────────────────────────────────────────────────────────
-
-    async def _run_jobs(self) -> None:
-        slot = asyncio.current_task()
-        assert slot is not None  # noqa: S101
-        clean_variables = contextvars.copy_context()
-        count = 0
-        while not self._closed:
-            if not self._buffer:
-                idle = asyncio.get_running_loop().create_future()
-                self._idle.append(idle)
-                await idle
-                continue
-            run = self._buffer.popleft()
-            self._running[run] = slot
-            try:
-                outcome = await self._execute(run, slot)
-            finally:
-                del self._running[run]
-                self._prefetch.ended += 1
-                self._changed.set()
-            fault_points.reach("after-run")
-            if not run.finishing:
-                self._completer.put(run, outcome)
-            if contextvars.copy_context() != clean_variables:
-                # The next handler must not see the context variables that this one has set.
-                self._replace(slot)
-                return
-            count += 1
-            if count % YIELD_EVERY_JOBS == 0:
-                # A handler that never awaits would keep the fetcher and the completer from running.
-                await asyncio.sleep(0)
-
-    def _replace(self, slot: asyncio.Task[None]) -> None:
-        self._slots.remove(slot)
-        self._add_slot(slot.get_name())
-
-    async def _execute(self, run: Run, slot: asyncio.Task[None]) -> Outcome:
-        """Run one job to an outcome. Raises only if the slot itself is cancelled."""
-        try:
-            fault_points.reach("before-start")
-            if is_suspect(run) and not await self._suspects.start(run):
-                return Lost()
-            return await self._call_handler(run)
-        except asyncio.CancelledError:
-            if run.abort_reason is None:
-                raise
-            return _outcome_before_start(run.abort_reason)
-        except StartNotWritten as error:
+    def refuse(self, context: Any) -> None:
+        """Report a handler that tried to cancel tasks of the worker or of other jobs. They continue."""
+        for each in self._all:
+            each.note_cancelled_tasks(None if context is None else context.run)
+        if time.monotonic() - self._reported_at > REPORT_SECONDS:
+            self._reported_at = time.monotonic()
+            unknown = {"job_id": None, "job_type": None}  # a thread that a handler has started
             logger.warning(
-                "start of a suspect could not be written; releasing the job",
-                extra={"job_id": str(run.id), "error": str(error)},
+                "a handler cancelled asyncio tasks that are not its own; those of the worker continue",
+                extra=unknown
+                if context is None
+                else {"job_id": str(context.id), "job_type": context.job_type},
             )
-            return Released(START_RETRY_SECONDS)
-        except Exception as error:
-            logger.exception("slot failed", extra={"job_id": str(run.id)})
-            return Failed(payload.format_error(error), None, SLOT_FAILED_RETRY_SECONDS)
-        finally:
-            # The slot was cancelled to stop the run that has now ended.
-            while run.abort_reason is not None and slot.cancelling():
-                slot.uncancel()
-
-    async def _call_handler(self, run: Run) -> Outcome:
-        job, task = run.job, run.task
-        context = make_context(
-            task,
-            job,
-            data=msgspec.Raw(job.data),
-            sink=self._heartbeat,
-            run=run,
-            resources=self._resources,
-        )
-        run.started = time.monotonic()
-        if self._hooks.active:
-            self._hooks.notify(job, "running")
-        outcome = await self._executors[task.options.run_in](task, context)
-        self._prefetch.measure(job.job_type, time.monotonic() - run.started)
-        return outcome
-
-
-def _outcome_before_start(reason: AbortReason) -> Outcome:
-    """The outcome of a run that was aborted before its handler was called."""
-    match reason:
-        case "lost":
-            return Lost()
-        case "shutdown":
-            return Released()
-        case _:
-            return Cancelled("cancelled before it started")

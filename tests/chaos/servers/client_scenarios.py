@@ -15,10 +15,11 @@ from commit_cuts import CALLS, CommitCutter, schedule
 from commit_proxy import CommitProxy
 from embedded_servers import running_server, workspace
 from fake_clock import HOUR, off_by
+from recorded_enqueue import enqueue_recorded
 from server_scenarios import while_loaded
 
 from children import until
-from howdah import EXPLICIT, JobQueue
+from howdah import JobQueue
 from howdah.chaos import ledger
 from howdah.chaos.history import History
 from howdah.chaos.scenario import Fault, Place, RunContext, Scenario
@@ -26,7 +27,6 @@ from howdah.chaos.scenario import Fault, Place, RunContext, Scenario
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
-    from uuid import UUID
 
 
 MIN_CUTS = 100
@@ -193,7 +193,9 @@ class Stalls(Scenario):
     def inject(self, run: RunContext, fault: Fault) -> None:
         seconds = fault.detail["leases"] * run.lease
         with contextlib.closing(JobQueue(run.place.checker, schema=run.place.schema)) as queue:
-            job_id = _enqueue_staller(run, queue, f"stall-{fault.at}", seconds)
+            job_id = enqueue_recorded(
+                run, queue, "chaos.staller", f"stall-{fault.at}", 3, seconds=seconds
+            )
             until(lambda: queue.get(job_id).worker_id, "the staller was claimed")
             target = int(str(queue.get(job_id).worker_id).split(":")[1])
             with run.fault(fault.name, scope="worker", target=target):
@@ -208,15 +210,3 @@ class Stalls(Scenario):
             for first, second in itertools.pairwise(leases)
             if first.starts and not any(line.t < second.began for line in first.invoked)
         ]
-
-
-def _enqueue_staller(run: RunContext, queue: JobQueue, tag: str, seconds: float) -> UUID:
-    described = {
-        "tag": tag, "type": "chaos.staller", "queue": "default", "priority": EXPLICIT, "key": None,
-        "n": None, "delay": None, "max_attempts": 3, "unique": None,
-    }  # fmt: skip
-    run.ledger.write("enqueue-invoked", call=tag, jobs=[described])
-    data = {"tag": tag, "seconds": seconds}
-    handle = queue.enqueue("chaos.staller", data, priority=EXPLICIT, max_attempts=3)
-    run.ledger.write("enqueue-acknowledged", call=tag, ids=[str(handle.id)])
-    return handle.id

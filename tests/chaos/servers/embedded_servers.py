@@ -78,3 +78,23 @@ def wait_until_up(server: EmbeddedServer) -> None:
 
 def server_socket(server: EmbeddedServer) -> Path:
     return server.socket_directory / ".s.PGSQL.5432"
+
+
+@contextlib.contextmanager
+def stopped(server: EmbeddedServer) -> Iterator[None]:
+    """SIGSTOP of the postmaster and all of its children during the block, like a machine that swaps or whose disk
+    hangs: connections stay open, new ones are accepted by the kernel, and nothing is answered.
+
+    The postmaster is stopped first, since it would start children that are not stopped."""
+    pid = server.pid()
+    assert pid is not None, "the server is not running"
+    os.kill(pid, signal.SIGSTOP)
+    processes = [pid, *offspring(pid)]
+    try:
+        for each in processes[1:]:
+            os.kill(each, signal.SIGSTOP)
+        yield
+    finally:
+        for each in reversed(processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGCONT)

@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING
 
 import fake_clock
 import pooler
+import server_clock
 import small_disk
+from bare_scenarios import BareKillers
 from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
+from clock_scenarios import ServerClock
+from operator_scenarios import OpenCancels
 from server_scenarios import (
     DiskFull,
     FailOver,
@@ -17,26 +21,41 @@ from server_scenarios import (
     Pooled,
     WalFull,
 )
+from strict_scenarios import (
+    NO_SYSTEM_POSTGRESQL,
+    Refusals,
+    StrictSettings,
+    StrictSettingsWithJit,
+    system_binaries,
+)
 
 if TYPE_CHECKING:
     from howdah.chaos.scenario import Scenario
 
 SCENARIOS: list[Scenario] = [
     FailOver(), FailOverByName(), FailOverWithLoss(), Neighbours(), CutCommits(), RollingUpgrade(),
-    Stalls(),
+    Stalls(), StrictSettings(), Refusals(), BareKillers(), OpenCancels(),
 ]  # fmt: skip
-MISSING: list[str] = []
-"""Why the other scenarios are left out."""
+MISSING: dict[str, str] = {}
+"""The scenarios that cannot run here, by name, and why."""
 
 if (reason := small_disk.unavailable_because()) is None:
     SCENARIOS += [DiskFull(), WalFull()]
 else:
-    MISSING.append(reason)
+    MISSING |= dict.fromkeys([DiskFull.name, WalFull.name], reason)
 if pooler.PROGRAM is not None:
     SCENARIOS += [Pooled()]
 else:
-    MISSING.append(pooler.MISSING)
+    MISSING[Pooled.name] = pooler.MISSING
 if fake_clock.library() is not None:
     SCENARIOS += [WrongClocks(fake_clock.HOUR), WrongClocks(-fake_clock.HOUR)]
 else:
-    MISSING.append(fake_clock.MISSING)
+    MISSING |= dict.fromkeys(["clocks ahead", "clocks behind"], fake_clock.MISSING)
+if server_clock.library() is not None:
+    SCENARIOS += [ServerClock()]
+else:
+    MISSING[ServerClock.name] = fake_clock.MISSING
+if system_binaries() is not None:
+    SCENARIOS += [StrictSettingsWithJit()]
+else:
+    MISSING[StrictSettingsWithJit.name] = NO_SYSTEM_POSTGRESQL

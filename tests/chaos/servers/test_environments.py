@@ -16,6 +16,7 @@ import pooler
 import psycopg
 import pytest
 import small_disk
+import strict_scenarios
 from builds import newer_build, pointing_to
 from commit_proxy import CommitProxy
 from embedded_servers import running_server, wait_until_up, workspace
@@ -181,6 +182,22 @@ def test_a_server_without_a_free_connection_slot_refuses_connections_until_one_i
             with pytest.raises(psycopg.OperationalError, match="too many clients"):
                 psycopg.connect(server.url)
         wait_until_up(server)
+
+
+def test_a_process_that_reconnects_without_a_pause_is_named() -> None:
+    with (
+        workspace("connections") as directory,
+        running_server(directory / "pg", log_connections="on") as server,
+    ):
+        before = strict_scenarios.connections(server)
+        for name, count in {"0001-worker": 3, "0002-producer": 20}.items():
+            for _ in range(count):
+                psycopg.connect(server.url, application_name=name).close()
+        opened = strict_scenarios.connections(server) - before
+        assert opened == {"0001-worker": 3, "0002-producer": 20}
+        assert strict_scenarios.too_many(opened, 1.0) == [
+            "0002-producer opened 20 connections to a read-only server in 1 s"
+        ]
 
 
 @pytest.mark.parametrize("concurrently", [False, True])

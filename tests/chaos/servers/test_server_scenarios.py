@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 import fake_clock
 import pooler
 import pytest
+import server_clock
 import small_disk
+from bare_scenarios import BareKillers
 from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
+from clock_scenarios import ServerClock
 from commit_cuts import CALLS
+from operator_scenarios import OpenCancels
 from server_scenarios import (
     DiskFull,
     FailOver,
@@ -19,8 +23,15 @@ from server_scenarios import (
     Pooled,
     WalFull,
 )
+from strict_scenarios import (
+    NO_SYSTEM_POSTGRESQL,
+    Refusals,
+    StrictSettings,
+    StrictSettingsWithJit,
+    system_binaries,
+)
 
-from howdah.chaos import ledger
+from howdah.chaos import fault_hits, ledger
 from howdah.chaos.history import History
 
 if TYPE_CHECKING:
@@ -111,3 +122,46 @@ def test_a_rolling_upgrade_to_the_next_release_breaks_no_promise(run_scenario: R
 
 def test_a_blocked_event_loop_loses_no_lease(run_scenario: RunScenario) -> None:
     assert_kept(run_scenario(Stalls(), lease=1.0), "stall")
+
+
+@pytest.mark.skipif(server_clock.library() is None, reason=fake_clock.MISSING)
+@pytest.mark.parametrize("system", [False, True], ids=["embedded", "system"])
+def test_jumps_of_the_servers_clock_lose_double_and_hide_no_job(
+    run_scenario: RunScenario, system: bool
+) -> None:
+    scenario = ServerClock()
+    if system:
+        scenario.bin_directory = system_binaries()
+        if scenario.bin_directory is None:
+            pytest.skip(NO_SYSTEM_POSTGRESQL)
+    verdict = run_scenario(scenario)
+    assert_kept(verdict, "clock ahead", "clock back", "clock weeks ahead", "kill worker")
+
+
+def test_strict_settings_of_the_role_and_the_database_break_no_promise(
+    run_scenario: RunScenario,
+) -> None:
+    assert_kept(run_scenario(StrictSettings()), "kill worker")
+
+
+@pytest.mark.skipif(system_binaries() is None, reason=NO_SYSTEM_POSTGRESQL)
+def test_strict_settings_and_jit_for_every_plan_break_no_promise(run_scenario: RunScenario) -> None:
+    assert_kept(run_scenario(StrictSettingsWithJit()), "kill worker")
+
+
+def test_a_read_only_server_and_the_connection_limit_break_no_promise(
+    run_scenario: RunScenario,
+) -> None:
+    assert_kept(run_scenario(Refusals()), "read-only server", "connection limit")
+
+
+def test_jobs_that_kill_a_bare_loop_are_used_up_and_their_neighbours_complete(
+    run_scenario: RunScenario,
+) -> None:
+    assert_kept(run_scenario(BareKillers()), fault_hits.KILLED_BY_OWN_JOB)
+
+
+def test_jobs_of_a_cancellation_that_stays_open_and_rolls_back_run_once(
+    run_scenario: RunScenario,
+) -> None:
+    assert_kept(run_scenario(OpenCancels()), OpenCancels.name)

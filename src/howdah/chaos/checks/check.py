@@ -24,6 +24,8 @@ PROMISES = {
     "P9": "work resumes automatically",
 }
 FINAL = ("completed", "failed", "cancelled")
+JUMP_SECONDS = 0.5
+"""A jump of the server's clock happens within this time of its line in the ledger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,12 @@ class Check:
         self.failing = times(history.windows_of("connection", "server"))
         """When statements failed, although they may have been committed."""
         self.delays = times(history.windows_of("delay"))
-        self.common = sorted(self.failing + self.delays)
+        clocks = history.windows_of("clock")
+        self.clocks = times(clocks)
+        """When the server's clock was wrong."""
+        self.jumps = [jump for window in clocks for jump in _jumps(window)]
+        # Work goes on while the clock is wrong: only the jumps themselves excuse a pause.
+        self.common = sorted(self.failing + self.delays + [(e, e) for w in self.clocks for e in w])
         self.by_worker: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for window in history.windows_of("worker"):
             if window.target is not None:
@@ -82,6 +89,14 @@ def successions(leases: list[Lease]) -> Iterator[tuple[Lease, Lease]]:
         for second in leases:
             if second.claim is not None and second.claim["asked"] > first.began:
                 yield first, second
+
+
+def _jumps(window: FaultWindow) -> Iterator[tuple[float, float]]:
+    """When the server's clock jumped ahead, to its wrong time or back to the right one."""
+    if window.begin["by"] > 0:
+        yield window.begin.t, window.begin.t + JUMP_SECONDS
+    elif window.end is not None:
+        yield window.end.t - JUMP_SECONDS, window.end.t
 
 
 def times(windows: Iterable[FaultWindow]) -> list[tuple[float, float]]:

@@ -76,7 +76,7 @@ class EffectCheck(Check):
         # A worker that was paused or could not reach the database lost its leases some time later. A delay explains
         # a lost lease only if it was long enough to miss the heartbeats.
         since = lease.began - self.lease
-        faults = self.failing + self.by_worker[lease.worker]
+        faults = self.failing + self.jumps + self.by_worker[lease.worker]
         faults += [(begin, end) for begin, end in self.delays if end - begin > self.lease / 3]
         if any(begin < until and end > since for begin, end in faults):
             return True

@@ -35,6 +35,7 @@ class LeaseCheck(Check):
             yield from self.ended_twice(record)
             yield from self.live_leases(record)
             yield from self.stale_writes(record)
+            yield from self.stale_reports(record)
         yield from self.failed_twice()
 
     def ended_twice(self, record: JobRecord) -> Iterator[Finding]:
@@ -63,6 +64,8 @@ class LeaseCheck(Check):
                 continue
             if self._is_undone(first.claim, second.claim):
                 continue
+            if self._clock_jumped(first.claim["asked"], answered):
+                continue
             if answered < last["asked"] + self.lease - CLOCK_TOLERANCE_SECONDS:
                 what = (
                     f"was claimed again {answered - last['asked']:.2f} s after its lease of "
@@ -90,6 +93,15 @@ class LeaseCheck(Check):
             if record.leases and done.lease_id not in known:
                 yield Finding("P3", record.id, "was completed under a fence that no claim returned")
 
+    def stale_reports(self, record: JobRecord) -> Iterator[Finding]:
+        """An event in the database that a run sent after a later claim was answered."""
+        for first, second in successions(record.leases):
+            for line in first.reports:
+                stale = second.claim is not None and line.t > second.claim.t
+                if stale and (record.id, first.fence) in self.database.reports:
+                    what = "a report of a stale run was accepted"
+                    yield Finding("P3", record.id, what, numbers(second.claim, line))
+
     def failed_twice(self) -> Iterator[Finding]:
         """One attempt with two error events in the database."""
         for (job, attempt), count in Counter(self.database.errors).items():
@@ -107,6 +119,8 @@ class LeaseCheck(Check):
             if any(line.t < answered for line in (*one.invoked, *other.invoked)):
                 continue
             if self._is_undone(a, b) or self._is_undone(b, a):
+                continue
+            if self._clock_jumped(min(a["asked"], b["asked"]), answered):
                 continue
             if answered < min(a["asked"], b["asked"]) + self.lease - CLOCK_TOLERANCE_SECONDS:
                 yield Finding(
@@ -126,6 +140,10 @@ class LeaseCheck(Check):
             and not self._is_flushed(first.t, crash.begin.t)
             for crash in self.history.windows_of("server")
         )
+
+    def _clock_jumped(self, since: float, until: float) -> bool:
+        """Whether the server's clock jumped ahead in this time, which ends every lease."""
+        return any(begin < until and end > since for begin, end in self.jumps)
 
     def _is_flushed(self, since: float, until: float) -> bool:
         """Whether a durable statement was sent and answered in this time."""

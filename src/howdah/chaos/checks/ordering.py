@@ -73,7 +73,8 @@ class OrderingCheck(Check):
                     latest[level] = asked, other, line, before
                 position += 1
             for level, (asked, other, line, before) in latest.items():
-                # A claim that a fault rolled back may have hidden the job from other claims.
+                # A claim that a fault rolled back may have hidden the job from other claims, and a server
+                # whose clock is wrong orders by that clock.
                 if (
                     level >= priority
                     and asked > claim.t
@@ -85,7 +86,8 @@ class OrderingCheck(Check):
 
     def _hit_by_fault(self, enqueue: Enqueue, until: float) -> bool:
         since = enqueue.invoked.t - self.lease
-        return any(begin < until and end + 1.0 > since for begin, end in self.failing)
+        faults = self.failing + self.clocks
+        return any(begin < until and end + 1.0 > since for begin, end in faults)
 
 
 def sent_at(line: Line) -> float:

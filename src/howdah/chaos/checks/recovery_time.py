@@ -112,6 +112,6 @@ def _blocked_nothing(line: Line) -> bool:
     without a reply blocks nothing. Claims have their own lines."""
     return (
         line.kind == "trouble"
-        and line["function"] == "run_maintenance"
+        and line["function"] == "run_due_duty"
         and line["claimed"] > line["asked"]
     )

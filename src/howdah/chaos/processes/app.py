@@ -8,14 +8,21 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from howdah.app import App
 from howdah.chaos import ledger
 from howdah.chaos.processes import recording_stores
-from howdah.chaos.processes.environment import EFFECTS, LEASE_VARIABLE, SCHEMA_VARIABLE
+from howdah.chaos.processes.environment import (
+    EFFECTS,
+    LEASE_VARIABLE,
+    REPORT,
+    SCHEMA_VARIABLE,
+)
 from howdah.context import Context, current
 from howdah.database import connection
 from howdah.protocol.schema_name import quote_schema
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 SCHEMA = os.environ.get(SCHEMA_VARIABLE, "howdah")
 LEASE = float(os.environ.get(LEASE_VARIABLE, "2"))
 QUICK_RETRY = Retry.fixed(0.05)
+WAITING_RETRY = Retry.fixed(1.0)
+"""So long that at any time some jobs wait for their retry: a jump of the server's clock must not hide them."""
 
 _ledger = ledger.from_environment()
 if _ledger is not None:
@@ -59,8 +68,11 @@ async def quick(tag: str) -> None:
 
 @app.task(name="chaos.nap", max_attempts=5)
 async def nap(tag: str, seconds: float = 0.05) -> str:
-    """Sleeps, and returns a result."""
+    """Sleeps, reports an event with its fence, and returns a result."""
     await asyncio.sleep(seconds)
+    context = current()
+    record("report", context)
+    context.event(REPORT, {"fence": str(context.lease_id)})
     return tag
 
 
@@ -78,7 +90,7 @@ async def ordered(tag: str, n: int) -> None:
         raise OSError("not yet")
 
 
-@app.task(name="chaos.flaky", max_attempts=4, retry=QUICK_RETRY)
+@app.task(name="chaos.flaky", max_attempts=4, retry=WAITING_RETRY)
 async def flaky(tag: str, failures: int = 1) -> None:
     """Fails in its first attempts."""
     if current().attempt <= failures:
@@ -166,6 +178,67 @@ def forker(tag: str) -> None:
     if child == 0:
         os._exit(7)
     os.waitpid(child, 0)
+
+
+@app.task(name="chaos.canceller", max_attempts=2, retry=QUICK_RETRY)
+async def canceller(tag: str) -> None:
+    """Cancels every task of the event loop."""
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(0)
+
+
+@app.task(name="chaos.swallower", max_attempts=2, retry=QUICK_RETRY)
+async def swallower(tag: str) -> None:
+    """Cancels its own task, and swallows that."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(1)
+
+
+@app.task(name="chaos.stopper", max_attempts=2, retry=QUICK_RETRY)
+async def stopper(tag: str) -> None:
+    """Stops the event loop."""
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0)
+
+
+@app.task(name="chaos.quitter", max_attempts=2, retry=QUICK_RETRY)
+async def quitter(tag: str) -> None:
+    """Exits, in a callback of the event loop."""
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    await asyncio.sleep(0)
+
+
+@app.task(name="chaos.filler", max_attempts=2, retry=QUICK_RETRY)
+async def filler(tag: str, seconds: float = 1.0) -> None:
+    """Fills the default executor of the event loop."""
+    loop = asyncio.get_running_loop()
+    for _ in range(40):
+        loop.run_in_executor(None, time.sleep, seconds)
+    current().progress(50)
+
+
+class Incomparable:
+    """Like a numpy array: `==` has no truth value."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+
+_LEAKED: ContextVar[Any] = ContextVar("howdah_chaos_leaked", default=None)
+
+
+@app.task(name="chaos.leaker", max_attempts=2, retry=QUICK_RETRY)
+async def leaker(tag: str) -> None:
+    """Leaves a context variable that cannot be compared. No later job may see it."""
+    if _LEAKED.get() is not None:
+        raise AssertionError("the context variable of another job is visible")
+    _LEAKED.set(Incomparable())
 
 
 if find_spec("pebble") is not None:

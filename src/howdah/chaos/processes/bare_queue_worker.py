@@ -1,5 +1,5 @@
 """A worker without `howdah worker`: a user-written loop on a bare `JobQueue`. It claims a few jobs, extends their
-leases, completes them, fails some, and releases the rest at SIGTERM.
+leases, completes them, fails some, is killed by others, and releases the rest at SIGTERM.
 
     python -m howdah.chaos.processes.bare_queue_worker
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ class BareQueueWorker:
 
     def _run_job(self, job: Job) -> None:
         self._record("start", job)
+        if job.data.get("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
         until = time.monotonic() + job.data["seconds"]
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, self._lease / 10))

@@ -20,6 +20,9 @@ BARE = "chaos.bare"
 EFFECTS = "chaos_effects"
 """The table of rows that handlers write together with their completion."""
 
+REPORT = "chaos-report"
+"""The kind of the event that a run reports, with its fence as data."""
+
 
 def required_ledger() -> ledger.Ledger:
     """The ledger of the run that started this process."""

@@ -42,6 +42,7 @@ NAP = "chaos.nap"
 PLAIN_TYPES = ("chaos.quick", NAP, "chaos.thread")
 HARMFUL_TASKS = (
     "chaos.killer", "chaos.staller", "chaos.deaf", "chaos.forker", "chaos.segfault", "chaos.glutton",
+    "chaos.canceller", "chaos.swallower", "chaos.stopper", "chaos.quitter", "chaos.filler", "chaos.leaker",
 )  # fmt: skip
 
 
@@ -84,7 +85,8 @@ class Producer:
         """Enqueue about `rate` jobs per second until `stop` is called, or `limit` jobs."""
         began, done = time.monotonic(), 0
         ways: list[tuple[int, Callable[[], int]]] = [
-            (40, self.single), (20, self.bulk), (12, self.ordered), (10, self.transaction),
+            (40, self.single), (20, self.bulk), (12, self.ordered), (8, self.transaction),
+            (3, self.savepoint),
             (8, self.unique), (5, self.delayed), (5, self.once), (5, self.flaky),
             (1, self.poison), (1, self.poison_payload),
         ]  # fmt: skip
@@ -207,6 +209,31 @@ class Producer:
             return len(jobs)
         self._ledger.write("enqueue-acknowledged", call=call, ids=ids)
         return len(jobs)
+
+    def savepoint(self) -> int:
+        """In the caller's transaction, of which a part is rolled back to a savepoint. The part that is kept is
+        enqueued before and after it."""
+        kept, undone = [self._plain(), self._plain()], [self._plain()]
+        kept_call, undone_call = self._invoked(kept), self._invoked(undone)
+        committing = False
+        ids: list[str] = []
+        lost: list[str] = []
+        try:
+            with connection.connect(self._url, autocommit=False) as conn:
+                ids += [str(h.id) for h in self._queue.enqueue_many(kept[:1], conn=conn)]
+                conn.execute(b"SAVEPOINT before_it")
+                lost += [str(h.id) for h in self._queue.enqueue_many(undone, conn=conn)]
+                conn.execute(b"ROLLBACK TO before_it")
+                ids += [str(h.id) for h in self._queue.enqueue_many(kept[1:], conn=conn)]
+                committing = True
+        except (DatabaseError, HowdahError):
+            kind = "enqueue-unknown" if committing else "enqueue-rolled-back"
+            self._ledger.write(kind, call=kept_call, ids=ids)
+            time.sleep(0.2)
+        else:
+            self._ledger.write("enqueue-acknowledged", call=kept_call, ids=ids)
+        self._ledger.write("enqueue-rolled-back", call=undone_call, ids=lost)
+        return len(kept)
 
     # ── one call ──────────────────────────────────────────────────────────────────────────────────
 

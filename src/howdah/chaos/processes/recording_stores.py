@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from howdah import async_queue, queue
 from howdah.database.async_store import AsyncStore
 from howdah.database.store import Store
-from howdah.errors import DatabaseUnreachable, LeaseLost
+from howdah.errors import DatabaseUnreachable
 from howdah.worker import runner
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ class StatementRecorder:
         ):  # a bare queue does not return the ids
             self._extended(asked, statement, answer)
         elif function in _ACKNOWLEDGING:
-            # A bare queue returns None if all were accepted, and raises `LeaseLost` otherwise.
-            ids = statement.parameters[0] if answer is None else answer
-            self._answered(function, asked, statement, {str(each) for each in ids})
+            self._answered(function, asked, statement, {str(each) for each in answer})
 
     def _answered(
         self, function: str, asked: float, statement: Statement[Any], accepted: set[str]
@@ -120,11 +118,7 @@ class StatementRecorder:
         if isinstance(error, DatabaseUnreachable):
             self._in_trouble = True
             self._ledger.write("trouble", asked=asked, function=function, claimed=self._claimed_at)
-        if function in _ACKNOWLEDGING and isinstance(error, LeaseLost):
-            lost = set(error.ids)
-            kept = {str(each) for each in statement.parameters[0] if each not in lost}
-            self._answered(function, asked, statement, kept)
-        elif function in _ACKNOWLEDGING:
+        if function in _ACKNOWLEDGING:
             what = _ACKNOWLEDGING[function]
             for job, fence, final in self._acknowledged(what, statement):
                 self._ledger.write(

@@ -139,15 +139,18 @@ class Supervisor:
         }
 
     def start(self, role: str, arguments: Sequence[str], **environment: str) -> Child:
-        """Start `python ARGUMENTS…` in its own process group."""
+        """Start `python ARGUMENTS…` in its own process group. The server knows its connections by the name of its
+        log."""
         with self._lock:
             if self._closing.is_set():
                 raise ChaosError("the run is over; no more processes are started.")
-            log = self.directory / f"{len(self._children):04}-{role}.log"
+            name = f"{len(self._children):04}-{role}"
+            log = self.directory / f"{name}.log"
+            url = _with_application_name(self.place.database, name)
             with open(log, "wb") as file:
                 process = subprocess.Popen(  # noqa: S603 - our own command
                     [sys.executable, *arguments],
-                    env=self.environment(environment),
+                    env=self.environment({"HOWDAH_DATABASE_URL": url} | environment),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
@@ -278,6 +281,10 @@ class Supervisor:
                 child.kill()
                 child.wait(5)
             self._record_exits()
+
+
+def _with_application_name(url: str, name: str) -> str:
+    return f"{url}{'&' if '?' in url else '?'}application_name={name}"
 
 
 def _kill_group(leader: int) -> None:

@@ -15,11 +15,12 @@ from rich.text import Text
 from howdah.bench import STEPS, Bench, Progress, advice, temporary_schema
 from howdah.bench.figures import CALLERS, milliseconds
 from howdah.cli.options import connect, database_option, json_option, resolve_url, unreachable
-from howdah.cli.output import STYLES, Output, clean
+from howdah.cli.output import STYLES, Output
 from howdah.cli.stopping import ignore_stops, run, stoppable
 from howdah.database.connection import DatabaseError
 from howdah.database.driver_errors import is_connection_lost
 from howdah.encoding import database_url
+from howdah.encoding.visible_text import clean
 from howdah.errors import HowdahError
 
 if TYPE_CHECKING:

@@ -135,7 +135,7 @@ class Demo:
         app.queue.pending()  # creates the schema
         if not recover:
             self._conn.execute(
-                "UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty IN ('recover', 'sweep')"
+                "UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty IN ('recover', 'late')"
             )
         with self._workers() as workers:
             self._wait_for(workers)

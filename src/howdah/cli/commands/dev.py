@@ -10,7 +10,6 @@ import sys
 import click
 
 from howdah.cli.load import load_app
-from howdah.cli.logs import set_up_logging
 from howdah.cli.options import connect, json_lines_option
 from howdah.cli.supervisor import Supervisor
 from howdah.cli.values import Misuse
@@ -18,6 +17,7 @@ from howdah.database.migrate import migrate
 from howdah.embedded import EmbeddedServer
 from howdah.encoding.database_url import VARIABLES
 from howdah.errors import InvalidOption
+from howdah.worker.logs import set_up_logging
 
 GRACE_SECONDS = 5.0
 

@@ -8,8 +8,9 @@ import click
 from rich.text import Text
 
 from howdah.cli.options import connect, database_options, json_lines_option, resolve_url
-from howdah.cli.output import STYLES, Output, clean
+from howdah.cli.output import STYLES, Output
 from howdah.cli.values import Misuse
+from howdah.encoding.visible_text import clean
 from howdah.errors import InvalidOption, counted
 from howdah.insight.doctor import Doctor
 from howdah.protocol.schema_name import quote_schema

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from howdah.cli.output import STYLES, clean, one_line, relative
+from howdah.cli.output import STYLES, one_line, relative
 from howdah.cli.session import queue_command
+from howdah.encoding.visible_text import clean
 from howdah.errors import counted
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from howdah.database.connection import (
     UndefinedObject,
 )
 from howdah.encoding import database_url
+from howdah.encoding.visible_text import clean
 from howdah.errors import HowdahError, InvalidOption
 from howdah.protocol.schema_name import quote_schema
 
@@ -212,7 +213,7 @@ def _migrate(
         click.echo("replaced the functions")
     _report(state)
     for kind, roles in (known or {}).items():
-        click.echo(f"{kind:<13}  {', '.join(roles) or '(none)'}")
+        click.echo(clean(f"{kind:<13}  {', '.join(roles) or '(none)'}"))
 
 
 def _refuse_older(state: State, target: int) -> None:
@@ -258,10 +259,10 @@ def _check(database: str | None, schema: str, as_json: bool) -> None:
 
 def _report(state: State) -> None:
     for each in state.differences:
-        click.echo(str(each))
-    click.echo(state.sentence())
+        click.echo(clean(str(each)))
+    click.echo(clean(state.sentence()))
     for line in state.advice():
-        click.echo(line)
+        click.echo(clean(line))
 
 
 def _print_sql(
@@ -311,6 +312,11 @@ def _refusal(url: str, schema: str, error: DatabaseError) -> HowdahError:
     if isinstance(error, ConnectionFailed) and (error.sqlstate or "08")[:2] in {"08", "57"}:
         return unreachable(url, error)
     reason = error.diag.message_primary or str(error)
+    if error.sqlstate == "25006":
+        return HowdahError(
+            f'schema "{schema}" cannot be read or migrated on a read-only server by a role that is not its owner: '
+            f"{reason}. Connect as the schema's owner to check it, or point the URL at the primary."
+        )
     advice = error.diag.message_hint or (
         "Run `howdah migrate` as a role with the privileges, or run what `howdah migrate --sql` prints."
     )

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from howdah.cli.session import Command, queue_command
 from howdah.cli.values import Duration, Misuse, StatusName, where_option
-from howdah.errors import HowdahError
+from howdah.errors import HowdahError, JobLocked, counted
 from howdah.insight.durations import format_duration
 from howdah.insight.filters import any_of
 from howdah.model import Status
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from howdah.insight.filters import Condition
 
 BATCH_JOBS = 500
+NAMED_JOBS = 3  # in an error
+LOCKED = "locked"
+"""The outcome for a job that another transaction has locked."""
 LIVE = (Status.PENDING, Status.CLAIMED, Status.RUNNING)
 FINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
 
@@ -153,7 +156,7 @@ def _apply_to_ids(
         done = verb.act(session, possible) if possible else {}
     for job_id, job in jobs.items():
         _print_outcome(output, verb, job_id, done.get(job_id), job.status)
-    if len(done) < len(jobs):
+    if len(done) < len(jobs) or LOCKED in done.values():
         click.get_current_context().exit(1)
 
 
@@ -162,10 +165,9 @@ def _print_outcome(
 ) -> None:
     if output.as_json:
         output.json({"id": job_id, "outcome": outcome or "refused", "status": status})
-    elif outcome is None:
-        click.echo(
-            f"Error: job {job_id} cannot be {verb.done}: {verb.refusal} ({status}).", err=True
-        )
+    elif outcome in (None, LOCKED):
+        refusal = verb.refusal if outcome is None else "another transaction has locked it"
+        click.echo(f"Error: job {job_id} cannot be {verb.done}: {refusal} ({status}).", err=True)
     else:
         word = verb.done if outcome == "pending" else outcome
         output.line(f"{job_id}  {word}")
@@ -199,11 +201,13 @@ def _apply_where(
         return
     if not yes and not click.confirm(f"{verb.name.capitalize()} {count:,} {jobs}?", err=True):
         raise HowdahError("no job was changed.")
-    done = _act_in_batches(verb, session, output, selected, newest, count)
+    done, left = _act_in_batches(verb, session, output, selected, newest, count)
     if output.as_json:
         output.json({"matched": count, verb.done: done, "dry_run": False})
     else:
-        output.line(f"{done:,} {'job' if done == 1 else 'jobs'} {verb.done}.")
+        output.line(f"{counted(done, 'job')} {verb.done}.")
+    if left:
+        raise _left_out(verb, left)
 
 
 def _act_in_batches(
@@ -213,14 +217,32 @@ def _act_in_batches(
     conditions: Sequence[Condition],
     newest: UUID,
     count: int,
-) -> int:
+) -> tuple[int, list[UUID]]:
+    """Change the jobs. Returns the number of changed jobs, and those that were left out because of a lock."""
     done = 0
+    left: list[UUID] = []
     with _progress(output) as progress:
         task = progress.add_task(verb.name, total=count)
         for ids in session.search.batches(conditions, newest, BATCH_JOBS):
-            done += len(verb.act(session, ids))
+            try:
+                outcomes = verb.act(session, ids)
+            except JobLocked:  # no job of this batch was changed
+                outcomes = dict.fromkeys(ids, LOCKED)
+            locked = [job_id for job_id, outcome in outcomes.items() if outcome == LOCKED]
+            done += len(outcomes) - len(locked)
+            left += locked
             progress.advance(task, len(ids))
-    return done
+    return done, left
+
+
+def _left_out(verb: Verb, left: list[UUID]) -> JobLocked:
+    were, which = ("was", "it") if len(left) == 1 else ("were", "at least one of them")
+    more = " …" if len(left) > NAMED_JOBS else ""
+    return JobLocked(
+        left,
+        message=f"{counted(len(left), 'job')} {were} not {verb.done}, because another transaction has locked {which}: "
+        f"{', '.join(map(str, left[:NAMED_JOBS]))}{more}. Run the command again when that transaction has ended.",
+    )
 
 
 def _progress(output: Output) -> Progress:

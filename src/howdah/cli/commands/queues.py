@@ -117,7 +117,7 @@ def worker_row(worker: WorkerInfo, now: datetime) -> list[str | Text]:
     """A worker as a row of a table."""
     state = Text("lost", "red")
     if worker.is_alive:
-        state = Text("idle", "dim") if worker.idle and not worker.running else Text("busy", "green")
+        state = Text("busy", "green") if worker.running else Text("idle", "dim")
     limit = f"/{worker.concurrency}" if worker.concurrency else ""
     return [
         worker.worker_id,

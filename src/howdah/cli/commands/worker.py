@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import click
 
 from howdah.cli.load import load_app
-from howdah.cli.logs import set_up_logging
-from howdah.cli.supervisor import Supervisor, stop_with_supervisor
+from howdah.cli.supervisor import Supervisor, stop_signals, stop_with_supervisor
+from howdah.encoding.safe_logger import get_logger
 from howdah.errors import HowdahError
 from howdah.worker import Worker
+from howdah.worker.event_loop import run_to_end
+from howdah.worker.executor_slots import SlotTask
 from howdah.worker.health import serve_health
+from howdah.worker.logs import set_up_logging
 from howdah.worker.runner import CONCURRENCY, GRACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+    from howdah.execution.run import Run
 
+logger = get_logger(__name__)
+
+SIGNAL_CHECK_SECONDS = 1.0
 FORCED_EXIT_SECONDS = 8.0
+# After the grace period: a worker whose event loop runs has stopped its jobs by then.
+BLOCKED_EXIT_SECONDS = 15.0
+BLOCKED_SECONDS = 5.0  # an event loop that does not answer for so long is blocked
+LOGGED_JOBS = 20
+EXIT_SECONDS = 3.0  # from the end of the worker to the end of its process
 
 
 @click.command("worker", short_help="Run the tasks of an app.")
 @click.argument("app_name", metavar="MODULE:APP")
 @click.option("--concurrency", type=click.IntRange(1, 10_000), default=CONCURRENCY, show_default=True,
-              help="How many jobs run at once in each process.")  # fmt: skip
+              help="How many async tasks, and how many tasks in threads, run at once in each process.")  # fmt: skip
 @click.option(
     "--queues", help="Only these queues, separated by commas.  [default: those of the tasks]"
 )
@@ -67,11 +81,13 @@ def worker_command(
 ) -> None:
     """Run the tasks of an app, named as MODULE:APP.
 
-    SIGTERM or Ctrl-C stops the worker gracefully: it claims no more jobs, releases those that have not
-    started, and waits for running jobs. A second signal stops it at once.
+    SIGTERM, SIGHUP or Ctrl-C stops the worker gracefully: it claims no more jobs, releases those that have not
+    started, and waits for running jobs. A second signal stops it at once. If a handler blocks the event loop, the
+    process ends 15 s after the grace period.
     """
     color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    set_up_logging(log_level, as_json=log_json, color=color)
+    set_up = functools.partial(set_up_logging, log_level, as_json=log_json, color=color)
+    set_up()
     supervised = stop_with_supervisor()
     names = _names(queues)
     if reload or processes > 1:
@@ -88,8 +104,15 @@ def worker_command(
         raise SystemExit(Supervisor(commands, reload=reload, grace=grace).run())
     app = load_app(app_name)
     worker = Worker(app, queues=names, concurrency=concurrency, grace=grace)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_run(worker, health_host, health_port, supervised))
+    worker.set_up_process = set_up
+    worker.lifespans.on_stuck = functools.partial(_exit_now, 1)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            run_to_end(runner.get_loop(), _run(worker, health_host, health_port, supervised))
+            _exit_soon(0)
+    except BaseException:
+        _exit_soon(1)
+        raise
 
 
 async def _run(worker: Worker, health_host: str, health_port: int | None, supervised: bool) -> None:
@@ -100,39 +123,118 @@ async def _run(worker: Worker, health_host: str, health_port: int | None, superv
             if health_port is not None:
                 await stack.enter_async_context(serve_health(worker, health_host, health_port))
             await worker.run()
+        if worker.lifespans.late:
+            raise click.exceptions.Exit(status)
         status = 0
-    except HowdahError:
+    except (HowdahError, click.exceptions.Exit):
         raise
     except Exception:
         logger.critical("worker failed", exc_info=True)
-        raise SystemExit(status) from None
+        # Not SystemExit: in a task it would stop the event loop.
+        raise click.exceptions.Exit(status) from None
     finally:
         if worker.abandoned:
             # Handlers that ignored the cancellation still run; their jobs were released.
             logger.warning("handlers did not stop", extra={"handlers": worker.abandoned})
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(status)
+            _exit_now(status)
+
+
+def _exit_now(status: int) -> None:
+    """End this process without waiting for its threads, although a log handler or a closed stream may raise."""
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def _exit_soon(status: int) -> None:
+    """End this process after `EXIT_SECONDS`, even if something that handlers have left behind does not end: a
+    thread, such as one of the event loop's default executor, a child process or an `atexit` function."""
+
+    def leave() -> None:
+        logger.warning("threads or processes of handlers did not stop")
+        _exit_now(status)
+
+    timer = threading.Timer(EXIT_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def _handle_signals(worker: Worker, supervised: bool) -> None:
     loop = asyncio.get_running_loop()
     seen: list[int] = []
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    # Started now: a signal handler that starts a thread may have interrupted the start of another, and wait for it.
+    threading.Thread(
+        target=_end_if_blocked, args=(worker, loop, signals), name="howdah-signals", daemon=True
+    ).start()
 
     def on_signal(number: int, frame: object) -> None:
-        if supervised and number == signal.SIGTERM and seen:
+        if supervised and number in (signal.SIGTERM, signal.SIGHUP) and seen:
             return  # sent by both the service manager and the supervisor: it counts once
         seen.append(number)
-        if len(seen) > 1:
-            # Exit even if something blocks the event loop.
-            timer = threading.Timer(FORCED_EXIT_SECONDS, os._exit, (1,))
-            timer.daemon = True
-            timer.start()
+        signals.put(number)
         loop.call_soon_threadsafe(worker.stop)
 
-    # Not `loop.add_signal_handler`: its handlers do not run while a task blocks the loop.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    numbers = stop_signals()
+
+    def install() -> None:
+        # Not `loop.add_signal_handler`: its handlers do not run while a task blocks the loop.
+        for number in numbers:
+            if signal.getsignal(number) is not on_signal:
+                signal.signal(number, on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        # A task in this thread may have replaced or blocked them. Then no signal could stop this worker.
+        loop.call_later(SIGNAL_CHECK_SECONDS, install)
+
+    install()
+
+
+def _end_if_blocked(
+    worker: Worker, loop: asyncio.AbstractEventLoop, signals: queue.SimpleQueue[int]
+) -> None:
+    """In its own thread: end this process although a handler blocks the event loop, some time after the grace period
+    or soon after the second signal. The leases of its jobs then expire, and other workers run them."""
+    signals.get()
+    seconds = worker.grace + BLOCKED_EXIT_SECONDS - BLOCKED_SECONDS
+    is_answered = True
+    while True:
+        try:
+            number = signals.get(timeout=min(max(0.0, seconds), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            # Without a running job, it is the teardown of a lifespan that takes long.
+            if not is_answered and (running := worker._running_jobs()):
+                _end_blocked(loop, running)
+            is_answered, seconds = False, BLOCKED_SECONDS
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(signals.put, 0)
+            continue
+        if number:
+            break
+        is_answered = True
+    time.sleep(FORCED_EXIT_SECONDS)
+    os._exit(1)
+
+
+def _end_blocked(loop: asyncio.AbstractEventLoop, running: list[Run]) -> None:
+    # The blocked thread may hold the lock of a log handler.
+    timer = threading.Timer(EXIT_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+    task = asyncio.current_task(loop)
+    blocking = task.run if isinstance(task, SlotTask) else None  # None: a task of a handler's own
+    logger.critical(
+        "a handler blocks the event loop; ending the worker without its jobs",
+        extra={
+            "job_id": None if blocking is None else str(blocking.id),
+            "job_type": None if blocking is None else blocking.job.job_type,
+            "running": [f"{run.job.job_type} {run.id}" for run in running[:LOGGED_JOBS]],
+            "count": len(running),
+        },
+    )
+    logging.shutdown()
+    os._exit(1)
 
 
 def _names(queues: str | None) -> list[str] | None:

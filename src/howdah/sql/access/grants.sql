@@ -18,15 +18,15 @@ BEGIN
              'TABLE', '{live_jobs}'),
             ('{worker,observer}', 'SELECT', 'TABLE', '{jobs,job_events}'),
             ('{observer}', 'SELECT', 'TABLE',
-             '{live_jobs,finished_jobs,finished_jobs_default,lanes,idempotency_keys,unassigned_keys,
-               workers,watchers,maintenance,throughput,grants}'),
-            ('{producer,worker}', 'EXECUTE', 'FUNCTION', '{enqueue_job,enqueue_jobs,announce_jobs}'),
-            ('{worker,observer}', 'EXECUTE', 'FUNCTION', '{pending_count,next_due_at}'),
+             '{live_jobs,extended_leases,finished_jobs,finished_jobs_default,job_events_default,lanes,
+               idempotency_keys,freed_keys,unassigned_keys,workers,watchers,maintenance,throughput,grants}'),
+            ('{producer,worker}', 'EXECUTE', 'FUNCTION', '{enqueue_job,enqueue_jobs,announce_jobs,refuse_replica_role}'),
+            ('{worker,observer}', 'EXECUTE', 'FUNCTION', '{pending_count,next_due_at,get_jobs,get_events}'),
             ('{worker}', 'EXECUTE', 'FUNCTION',
              '{claim_job_batch,enqueue_and_claim,start_jobs,extend_jobs,report_progress,add_events,
-               add_late_events,complete_jobs,fail_jobs,release_jobs,stop_jobs,watch_jobs,unwatch_jobs,
-               register_worker,touch_worker,beat_worker,remove_worker,recover_stale_jobs,
-               run_maintenance}')),
+               add_late_events,complete_jobs,fail_jobs,release_jobs,stop_jobs,held_jobs,watch_jobs,unwatch_jobs,
+               register_worker,touch_worker,beat_worker,remove_worker,wake_channel,pass_wake,next_wake,
+               recover_stale_jobs,run_maintenance,run_due_duty}')),
         existing (object, name) AS (
             SELECT 'TABLE', c.relname
             FROM pg_class AS c

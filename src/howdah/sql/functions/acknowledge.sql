@@ -3,25 +3,32 @@
 -- Owns the way out of live_jobs: into finished_jobs (decision 0001) or back to pending. Promises: at most
 -- one accepted end per job (P2); every write carries its fence, the lease_id of its claim, and a stale
 -- fence changes no row (P3); attempts never exceed max_attempts (P4). A function returns the ids it
--- accepted; a missing id was rejected.
+-- accepted; a missing id was rejected, because its lease was lost or another transaction has locked it:
+-- held_jobs tells which.
 --
--- Every join to live_jobs also has `id = ANY (ids)`, and only hash joins are allowed. After autovacuum has
+-- Every join to live_jobs also has `id = ANY (ids)`, and only hash joins are allowed; whatever the caller or
+-- the session forbids, one join method is (a plan without one costs 1e10, and a server with LLVM compiles
+-- it for half a second). PostgreSQL 15 would plan some of the statements on every call. After autovacuum has
 -- analyzed a drained queue, the planner expects one row in the table. It would then read the whole primary
--- key, including dead entries, instead of looking up 40 ids (measured: 31,197 pages instead of 135).
+-- key, including dead entries, instead of looking up 40 ids (measured: 31,197 pages instead of 135). The settings
+-- are those of the entry points, for the functions that they call too: each costs a microsecond or two per call.
 
 -- Locks the jobs whose fence is still valid. Returns their ids at the caller's positions, NULL for a
--- rejected one. Rows locked by others are first skipped, then waited for, at most one second: a heartbeat
+-- rejected one. Rows locked by others are first skipped, then waited for, at most one second or a quarter of
+-- statement_timeout, which would end the statement for the whole batch: a heartbeat
 -- releases its lock at once, a handler that completes the job in its own transaction may not, and the other
 -- jobs of the batch must not wait for it (decision 0004).
 CREATE OR REPLACE FUNCTION lock_leased(p_ids uuid[], p_lease_ids uuid[]) RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
-SET lock_timeout = '1s'
+SET search_path FROM CURRENT SET lock_timeout = '1s'
 AS $$
 DECLARE
     v_locked uuid[];
+    v_timeout interval;
 BEGIN
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
     -- Each job once, so that a job given twice does not count as two.
     v_locked := ARRAY (
         SELECT j.id
@@ -32,6 +39,10 @@ BEGIN
         FOR UPDATE OF j SKIP LOCKED);
     IF cardinality(v_locked) = cardinality(p_ids) THEN
         RETURN p_ids;
+    END IF;
+    v_timeout := nullif(current_setting('statement_timeout'), '0')::interval;
+    IF v_timeout < interval '4 seconds' THEN  -- until the end of this function, which has its own setting
+        PERFORM set_config('lock_timeout', ceil(extract(epoch FROM v_timeout) * 250)::text, true);
     END IF;
     BEGIN
         PERFORM j.id
@@ -46,7 +57,7 @@ BEGIN
             JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
             WHERE j.id = ANY (p_ids));
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
-        NULL;  -- still locked: rejected; its lease expires, and the job is recovered
+        NULL;  -- still locked: rejected; held_jobs still returns it, and the caller tries again
     END;
     RETURN ARRAY (
         SELECT CASE WHEN a.holds AND a.first THEN a.id END
@@ -59,6 +70,26 @@ BEGIN
         ORDER BY a.n);
 END $$;
 
+-- The jobs among these whose lease is still the caller's, also if another transaction has locked or changed
+-- them and is still open. It waits for nobody. A job that was rejected and is held can be acknowledged when
+-- that transaction has ended, unless that transaction took it or recovery came first (decision 0004).
+CREATE OR REPLACE FUNCTION held_jobs(p_ids uuid[], p_lease_ids uuid[]) RETURNS TABLE (id uuid, lease_id uuid)
+LANGUAGE sql STABLE SECURITY DEFINER
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+AS $$
+    SELECT j.id, j.lease_id
+    FROM live_jobs AS j
+    JOIN unnest(p_ids, p_lease_ids) AS a (id, lease_id) ON j.id = a.id AND j.lease_id = a.lease_id
+    WHERE j.id = ANY (p_ids)
+$$;
+
+-- The time for which a job ran, in seconds by the worker's clock: one that makes no sense counts as 0 or as since the
+-- claim.
+CREATE OR REPLACE FUNCTION elapsed_time(p_seconds float8) RETURNS interval
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN CASE WHEN p_seconds IS NOT NULL THEN make_interval(secs => least(greatest(p_seconds, 0), 1e9)) END;
+
 -- Moves jobs that the caller has locked to finished_jobs and hands over their ordering keys.
 CREATE OR REPLACE FUNCTION finish_jobs(
     p_ids uuid[],
@@ -67,14 +98,15 @@ CREATE OR REPLACE FUNCTION finish_jobs(
     p_errors text[] DEFAULT NULL,
     p_elapsed float8[] DEFAULT NULL)
 RETURNS void
-LANGUAGE plpgsql VOLATILE
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
+    v_completed boolean := p_status = 'completed';
+    v_drop_on date := drop_day(p_status, NULL, v_now);  -- of most jobs
     v_keys text[];
     v_seqs bigint[];
+    v_events jsonb;
 BEGIN
     WITH removed AS (
         DELETE FROM live_jobs AS j
@@ -86,30 +118,38 @@ BEGIN
             id, seq, run_at, created_at, claimed_at, started_at, completed_at, drop_on, lease_id,
             priority, attempts, max_attempts, claims, events_count, progress, cancel_requested,
             status, queue, job_type, data, current_stage, worker_id, last_error,
-            request_id, traceparent, idempotency_key, ordering_key, keep, result)
+            request_id, traceparent, idempotency_key, ordering_key, keep, result, last_event)
         SELECT r.id, r.seq, r.run_at, r.created_at,
-               CASE WHEN p_status = 'completed' THEN r.claimed_at END,
+               CASE WHEN v_completed THEN r.claimed_at END,
                coalesce(r.started_at,
-                        greatest(r.claimed_at, v_now - make_interval(secs => r.elapsed)),
-                        CASE WHEN p_status = 'completed' THEN r.claimed_at END),
+                        greatest(r.claimed_at, v_now - elapsed_time(r.elapsed)),
+                        CASE WHEN v_completed THEN r.claimed_at END),
                v_now,
-               ((v_now + CASE WHEN p_status = 'completed' THEN coalesce(r.keep, interval '7 days')
-                              ELSE coalesce(nullif(r.keep, interval '0'), interval '30 days') END)
-                AT TIME ZONE 'UTC')::date + 1,
-               CASE WHEN p_status = 'completed' THEN r.lease_id END,
+               CASE WHEN r.keep IS NULL THEN v_drop_on ELSE drop_day(p_status, r.keep, v_now) END,
+               CASE WHEN v_completed THEN r.lease_id END,
                r.priority, r.attempts, r.max_attempts, r.claims, r.events_count,
-               CASE WHEN p_status = 'completed' THEN 100 ELSE r.progress END,
+               CASE WHEN v_completed THEN 100 ELSE r.progress END,
                r.cancel_requested, p_status, r.queue, r.job_type, r.data, r.current_stage,
-               CASE WHEN p_status = 'completed' THEN r.worker_id END,
+               CASE WHEN v_completed THEN r.worker_id END,
                coalesce(r.error, r.last_error),
-               r.request_id, r.traceparent, r.idempotency_key, r.ordering_key, r.keep, r.result
+               r.request_id, r.traceparent, r.idempotency_key, r.ordering_key, r.keep, r.result,
+               r.last_event
         FROM removed AS r
-        WHERE p_status <> 'completed' OR r.keep IS NULL OR r.keep > interval '0')
-    SELECT array_agg(r.ordering_key), array_agg(r.seq) INTO v_keys, v_seqs
+        WHERE NOT v_completed OR r.keep IS NULL OR r.keep > interval '0')
+    SELECT array_agg(r.ordering_key) FILTER (WHERE r.holds_key),
+           array_agg(r.seq) FILTER (WHERE r.holds_key),
+           jsonb_agg(jsonb_build_array(r.id, r.created_at, r.keep)) FILTER (WHERE r.events_count > 0)
+    INTO v_keys, v_seqs, v_events
     FROM removed AS r
-    WHERE r.holds_key;
+    WHERE r.holds_key OR r.events_count > 0;
     IF v_keys IS NOT NULL THEN
         PERFORM hand_over_keys(v_keys, v_seqs);
+    END IF;
+    IF NOT v_completed THEN
+        PERFORM free_idempotency_keys(p_ids);
+    END IF;
+    IF v_events IS NOT NULL THEN
+        PERFORM move_events_of_finished(v_events, p_status, v_now);
     END IF;
     PERFORM notify_watchers(p_ids);
 END $$;
@@ -124,7 +164,9 @@ CREATE OR REPLACE FUNCTION complete_jobs(
     p_elapsed float8[] DEFAULT NULL,
     p_again boolean DEFAULT false)
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
 AS $$
 DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);
@@ -153,12 +195,13 @@ CREATE OR REPLACE FUNCTION fail_jobs(
     p_tracebacks text[] DEFAULT NULL)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
-    v_now timestamptz := clock_timestamp();
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);
+    v_now timestamptz := clock_timestamp();
     v_failed uuid[];
     v_cancelled uuid[];
     v_lanes jsonb;
@@ -168,9 +211,9 @@ BEGIN
         SET events_count = j.events_count + 1
         FROM unnest(v_accepted, p_errors, p_tracebacks) AS a (id, error, traceback)
         WHERE j.id = a.id AND j.id = ANY (v_accepted)
-        RETURNING j.id, j.attempts, j.worker_id, a.error, a.traceback)
-    INSERT INTO job_events (job_id, attempt, kind, data)
-    SELECT r.id, r.attempts, 'error',
+        RETURNING j.id, j.attempts, j.worker_id, j.created_at, j.keep, a.error, a.traceback)
+    INSERT INTO job_events (job_id, attempt, drop_on, kind, data)
+    SELECT r.id, r.attempts, live_events_day(r.created_at, r.keep), 'error',
            jsonb_strip_nulls(jsonb_build_object(
                'error', r.error, 'traceback', r.traceback, 'worker', r.worker_id))
     FROM reported AS r;
@@ -178,7 +221,9 @@ BEGIN
     WITH retried AS (
         UPDATE live_jobs AS j
         SET status = 'pending',
-            run_at = least(greatest(coalesce(a.retry_at, v_now + a.retry_in), v_now),
+            -- One outcome with a delay that no timestamp can hold must not refuse the others.
+            run_at = least(greatest(coalesce(a.retry_at, v_now + least(greatest(a.retry_in, interval '0'),
+                                                                       interval '7000 years')), v_now),
                            timestamptz '9998-12-31 00:00+00'),
             last_error = coalesce(a.error, j.last_error),
             worker_id = NULL,
@@ -219,12 +264,14 @@ END $$;
 CREATE OR REPLACE FUNCTION release_jobs(p_ids uuid[], p_lease_ids uuid[], p_delay interval DEFAULT '0')
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
 AS $$
 DECLARE
-    v_accepted uuid[] := array_remove(lock_leased(p_ids, p_lease_ids), NULL);
+    v_accepted uuid[];
 BEGIN
+    PERFORM validate_duration('p_delay', p_delay);
+    v_accepted := array_remove(lock_leased(p_ids, p_lease_ids), NULL);
     PERFORM requeue_jobs(v_accepted, 'release', NULL, p_delay);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m;
 END $$;
@@ -238,7 +285,7 @@ CREATE OR REPLACE FUNCTION requeue_jobs(
 RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
@@ -292,7 +339,9 @@ END $$;
 -- Ends claimed jobs as cancelled: their handlers were stopped, or requested it.
 CREATE OR REPLACE FUNCTION stop_jobs(p_ids uuid[], p_lease_ids uuid[], p_reasons text[] DEFAULT NULL)
 RETURNS SETOF uuid
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
 AS $$
 DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);

@@ -1,7 +1,8 @@
 -- Claim due jobs under a lease.
 --
 -- Owns the change from pending to claimed. Promises: one live lease per job (P3), order by priority and due
--- time (P7), a cost that does not grow with the backlog (P10).
+-- time (P7), a cost that does not grow with the backlog (P10). The bound of P7: a job whose transaction
+-- commits more than head_margin() after its enqueue may be claimed after later ones.
 --
 -- The planner is pinned. With a generic plan or stale statistics it would hash or sort the whole table. The
 -- plan is always the generic one: planning each claim would take longer than most claims take.
@@ -9,11 +10,18 @@
 -- First checks every lane for a due job, then takes jobs from the lanes that have one, best lane first.
 -- Filtering by type after the sort would make a backlog of one type slow down every other type.
 --
--- A claim starts at the lane's head (see lanes.sql). For each job taken there is a chance of one in a
--- thousand that it raises the head to the first job that the check saw. Not to the first job it took:
--- another worker's jobs may be requeued. This needs no state and writes few versions of the lane's row.
+-- A claim starts at the lane's head (see lanes.sql), unless that lies in the future: then the server's clock
+-- was ahead. It raises the head to the first job that the check saw if it searched from more than a quarter
+-- of a second before, with a chance of one in two hundred for each job taken (decision 0031). Not to the
+-- first job it took: another worker's jobs may be requeued.
 -- p_ignore_heads is for a worker that received a notification of a job older than the margin (decision
 -- 0017).
+--
+-- p_suspects_alone: an earlier claim of a suspect expired before it started, so the suspect may have killed
+-- that process. It is claimed alone and as started, so that it uses up its attempts and no other job's
+-- (decision 0029). A worker passes false: it runs suspects one at a time itself. One claim in sixteen,
+-- chosen by its lease id, takes suspects first: neither higher lanes that always hold some jobs nor a
+-- locked job before it may keep a suspect waiting.
 CREATE OR REPLACE FUNCTION claim_job_batch(
     p_worker_id text,
     p_job_types text[] DEFAULT NULL,
@@ -21,35 +29,43 @@ CREATE OR REPLACE FUNCTION claim_job_batch(
     p_lease interval DEFAULT '30 seconds',
     p_queues text[] DEFAULT '{default}',
     p_started boolean DEFAULT false,
-    p_ignore_heads boolean DEFAULT false)
+    p_ignore_heads boolean DEFAULT false,
+    p_suspects_alone boolean DEFAULT true)
 RETURNS SETOF jobs
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
 SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_lease_id uuid := gen_random_uuid();
+    v_suspects_first boolean := get_byte(uuid_send(v_lease_id), 0) < 16;
+    v_suspect uuid;
     v_left int := validate_claim(p_worker_id, p_batch_size, p_lease);
     v_claimed int;
     v_lane record;
     v_head timestamptz;
     v_types jsonb;
 BEGIN
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
     IF cardinality(p_job_types) > 20 THEN
         -- Each lane would search the array linearly: with many types, use an object as a hash table.
         v_types := (SELECT jsonb_object_agg(t, 1) FROM unnest(p_job_types) AS t);
     END IF;
     FOR v_lane IN
-        SELECT l.queue, l.job_type, l.priority, l.head_at, first.run_at AS first_seen
+        SELECT l.queue, l.job_type, l.priority, l.head_at, first.run_at AS first_seen, first.suspect
         FROM lanes AS l
         CROSS JOIN LATERAL (
-            SELECT j.run_at
+            SELECT j.run_at, p_suspects_alone AND j.claims > j.attempts AS suspect
             FROM live_jobs AS j
             WHERE j.status = 'pending' AND j.blockers = 0
               AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
-              AND j.run_at >= CASE WHEN p_ignore_heads THEN '-infinity' ELSE l.head_at END
+              AND j.run_at >= CASE WHEN p_ignore_heads OR l.head_at > v_now THEN '-infinity'
+                                   ELSE l.head_at END
               AND j.run_at <= v_now
             ORDER BY j.run_at, j.id
             LIMIT 1) AS first
@@ -57,8 +73,16 @@ BEGIN
           AND (p_job_types IS NULL
                OR CASE WHEN v_types IS NULL THEN l.job_type = ANY (p_job_types)
                        ELSE v_types ? l.job_type END)
-        ORDER BY l.priority DESC, first.run_at
+        ORDER BY (first.suspect AND v_suspects_first) DESC, l.priority DESC, first.run_at
     LOOP
+        v_suspect := NULL;
+        IF p_suspects_alone AND (v_lane.suspect OR v_suspects_first) AND v_left = p_batch_size THEN
+            v_suspect := lock_suspect(
+                v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.first_seen, v_now);
+            IF v_suspect IS NOT NULL THEN
+                v_left := 1;
+            END IF;
+        END IF;
         RETURN QUERY
         WITH claimed AS (
             UPDATE live_jobs AS j
@@ -69,7 +93,7 @@ BEGIN
                 claims = j.claims + 1,
                 attempts = j.attempts + 1,
                 claimed_at = v_now,
-                started_at = CASE WHEN p_started THEN v_now END,
+                started_at = CASE WHEN p_started OR v_suspect IS NOT NULL THEN v_now END,
                 progress = 0,
                 current_stage = NULL
             WHERE j.id = ANY (ARRAY (
@@ -81,12 +105,14 @@ BEGIN
                   AND p.run_at >= v_lane.first_seen
                   AND p.run_at <= v_now
                   AND p.attempts < p.max_attempts
+                  AND CASE WHEN v_suspect IS NOT NULL THEN p.id = v_suspect
+                           ELSE p.claims = p.attempts OR NOT p_suspects_alone END
                 ORDER BY p.run_at, p.id
                 LIMIT v_left
                 FOR UPDATE SKIP LOCKED))
             RETURNING j.*)
         SELECT t.id, t.seq, t.queue::text, t.job_type::text, t.priority::int,
-               CASE WHEN p_started THEN 'running' ELSE t.status END,
+               CASE WHEN t.started_at IS NOT NULL THEN 'running' ELSE t.status END,
                t.data::jsonb, t.progress, t.current_stage, t.events_count,
                t.worker_id, t.lease_id, t.lease_expires_at, t.claims, t.claimed_at,
                t.run_at::timestamptz, t.created_at, t.started_at, NULL::timestamptz,
@@ -98,13 +124,35 @@ BEGIN
         GET DIAGNOSTICS v_claimed = ROW_COUNT;
         -- Only raised: a requeued job is due at the head or later, not before it.
         v_head := least(v_lane.first_seen, v_now - head_margin());
-        IF random() * 1000 < v_claimed AND v_head > v_lane.head_at THEN
+        IF v_head > v_lane.head_at + interval '250 milliseconds' AND random() * 200 < v_claimed THEN
             PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at, v_head);
         END IF;
         v_left := v_left - v_claimed;
         EXIT WHEN v_left = 0;
     END LOOP;
 END $$;
+
+-- Locks the first due job of a lane that no other transaction has locked. Returns its id if it is a suspect.
+CREATE OR REPLACE FUNCTION lock_suspect(
+    p_queue text, p_job_type text, p_priority int, p_from timestamptz, p_until timestamptz)
+RETURNS uuid
+LANGUAGE sql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
+AS $$
+    SELECT CASE WHEN first.claims > first.attempts THEN first.id END
+    FROM (
+        SELECT j.id, j.claims, j.attempts
+        FROM live_jobs AS j
+        WHERE j.status = 'pending' AND j.blockers = 0
+          AND j.queue = p_queue AND j.job_type = p_job_type AND j.priority = p_priority
+          AND j.run_at >= p_from AND j.run_at <= p_until
+          AND j.attempts < j.max_attempts
+        ORDER BY j.run_at, j.id
+        LIMIT 1
+        FOR UPDATE SKIP LOCKED) AS first
+$$;
 
 -- Raises if the parameters of a claim are invalid. Returns the batch size, so that a claim can check them
 -- in an expression and needs no extra statement (decision 0024).
@@ -120,11 +168,19 @@ BEGIN
         RAISE EXCEPTION 'p_batch_size is %: it must be between 1 and 10000', p_batch_size
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
+    PERFORM validate_lease(p_lease);
+    RETURN p_batch_size;
+END $$;
+
+-- A job whose lease never ends is never recovered.
+CREATE OR REPLACE FUNCTION validate_lease(p_lease interval) RETURNS void
+LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT
+AS $$
+BEGIN
     IF p_lease IS NULL OR p_lease <= interval '0' OR p_lease > interval '30 days' THEN
-        RAISE EXCEPTION 'p_lease is %: it must be positive and at most 30 days', p_lease
+        RAISE EXCEPTION 'p_lease is %: it must be positive and at most 30 days', coalesce(p_lease::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    RETURN p_batch_size;
 END $$;
 
 -- The due time of the first job in these lanes that is due after p_after, so that no worker sleeps past it.
@@ -135,8 +191,9 @@ CREATE OR REPLACE FUNCTION next_due_at(
     p_after timestamptz DEFAULT NULL)
 RETURNS timestamptz
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
 SET plan_cache_mode = force_generic_plan
 AS $$
 BEGIN RETURN (
@@ -155,37 +212,42 @@ BEGIN RETURN (
 END $$;
 
 -- Enqueues one job and claims it in the same transaction, so that the calling process runs it; if that
--- process crashes, a worker runs the job. Returns no lease_id if the idempotency key is taken; the id is
--- then that of the job that owns the key. A caller that chooses p_lease_id can resend a call whose answer
--- was lost.
+-- process crashes, a worker runs the job. Returns no lease_id if the id or the idempotency key exists; the id
+-- is then that of the first job. A caller that chooses p_lease_id can resend a call whose answer was lost,
+-- without p_fresh_ids (see enqueue_jobs).
 CREATE OR REPLACE FUNCTION enqueue_and_claim(
     p_job jsonb,
     p_worker_id text,
     p_lease interval DEFAULT '30 seconds',
     p_idempotency_ttl interval DEFAULT '7 days',
-    p_lease_id uuid DEFAULT NULL)
+    p_lease_id uuid DEFAULT NULL,
+    p_fresh_ids boolean DEFAULT false)
 RETURNS TABLE (id uuid, lease_id uuid)
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET jit = off
 AS $$
 #variable_conflict use_column
 DECLARE
-    v_now timestamptz := clock_timestamp();
+    v_now timestamptz;
     v_id uuid;
     v_is_new boolean;
 BEGIN
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
     PERFORM validate_claim(p_worker_id, 1, p_lease);
     IF p_job ->> 'ordering_key' IS NOT NULL THEN
         RAISE EXCEPTION 'a job with an ordering key waits for its key and cannot be claimed as it is enqueued'
             USING ERRCODE = 'feature_not_supported';
     END IF;
     SELECT e.id, e.is_new INTO v_id, v_is_new
-    FROM enqueue_jobs(jsonb_build_array(p_job), false, p_idempotency_ttl) AS e;
+    FROM enqueue_jobs(jsonb_build_array(p_job), false, p_idempotency_ttl, p_fresh_ids) AS e;
     IF NOT v_is_new THEN
         RETURN QUERY
         SELECT v_id, (SELECT j.lease_id FROM live_jobs AS j
                       WHERE j.id = v_id AND j.lease_id = p_lease_id);
         RETURN;
     END IF;
+    v_now := clock_timestamp();  -- after the enqueue, which may have waited for an idempotency key
     RETURN QUERY
     UPDATE live_jobs AS j
     SET status = 'claimed',

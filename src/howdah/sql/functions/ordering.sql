@@ -8,10 +8,14 @@
 -- higher seq than its key holder (a job that commits late gets a new seq, decision 0003), and a key whose
 -- holder cannot be decided now is recorded in unassigned_keys, which the duty `keys` processes on every
 -- tick.
+--
+-- Nor does a lock taken here outlive a commit: the key holder's row would be locked against its own worker. So
+-- an enqueue assigns keys only while it commits (decision 0034).
 
--- Gives a key to one waiting job, unless the job's row is locked. Returns whether it did.
+-- Gives a key to one waiting job, unless the job's row is locked. Returns whether it did. The job is found by its id
+-- alone: through the index on keys, a search reads the dead entries of every job that has waited for the key.
 CREATE OR REPLACE FUNCTION give_key_to_job(p_key text, p_job_id uuid) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off
 AS $$
 DECLARE
     v_lane jsonb;
@@ -23,13 +27,16 @@ BEGIN
     WHERE j.id = ANY (ARRAY (
         SELECT w.id
         FROM live_jobs AS w
-        WHERE w.id = p_job_id AND w.ordering_key = p_key AND NOT w.holds_key
+        WHERE w.id = p_job_id AND (w.ordering_key, w.holds_key) IS NOT DISTINCT FROM (p_key, false)
         FOR UPDATE SKIP LOCKED))
-    RETURNING jsonb_build_array(jsonb_build_array(j.queue, j.job_type, extract(epoch FROM j.run_at)))
+    RETURNING jsonb_build_array(jsonb_build_array(
+        j.queue, j.job_type, extract(epoch FROM j.run_at), j.priority))
     INTO v_lane;
     IF v_lane IS NULL THEN
         RETURN false;
     END IF;
+    -- A lane whose jobs are all blocked may have been removed.
+    PERFORM add_lane(v_lane #>> '{0,0}', v_lane #>> '{0,1}', (v_lane #>> '{0,3}')::int);
     PERFORM wake_workers(v_lane);
     RETURN true;
 END $$;
@@ -94,7 +101,9 @@ BEGIN
             INSERT INTO unassigned_keys (ordering_key) VALUES (p_key);
             RETURN false;
         END IF;
-        IF pg_try_advisory_xact_lock(hashtextextended(current_schema() || ':key:' || p_key, 0)) THEN
+        IF (p_from_seq = 0 OR key_budget(1) > 0)
+           AND pg_try_advisory_xact_lock(hashtextextended(current_schema() || ':key:' || p_key, 0))
+        THEN
             IF NOT EXISTS (SELECT FROM live_jobs AS j WHERE j.ordering_key = p_key AND j.holds_key) THEN
                 SELECT j.id INTO v_next
                 FROM live_jobs AS j
@@ -111,26 +120,84 @@ BEGIN
     RETURN false;
 END $$;
 
+-- How many more keys without a holder this transaction may assign while it commits; p_take of them are taken.
+-- Each needs an entry in the server's table of locks, which is small, so a transaction with many keys leaves
+-- the others to the duty `keys`. -1: the transaction is not known to be committing.
+--
+-- The trigger below also runs before the commit: for SET CONSTRAINTS ... IMMEDIATE, and when a transaction is
+-- prepared. The transaction commits now if the client's command is COMMIT, or is the one that enqueued. An
+-- unusual form of COMMIT is not recognized and delays its keys until the duty's next tick.
+CREATE OR REPLACE FUNCTION key_budget(p_take int) RETURNS int
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+DECLARE
+    v_command text := extract(epoch FROM statement_timestamp());
+    v_state text[] := string_to_array(current_setting('howdah.key_budget', true), ' ');
+    v_budget int := v_state[2];
+BEGIN
+    IF v_state[1] IS DISTINCT FROM v_command THEN
+        v_budget := CASE
+            WHEN current_query() ~* '^\s*(commit|end)(\s+(work|transaction))?(\s+and\s+(no\s+)?chain)?\s*;?\s*$'
+            THEN 16 ELSE -1 END;
+    END IF;
+    IF v_state[1] IS DISTINCT FROM v_command OR (p_take > 0 AND v_budget > 0) THEN
+        PERFORM set_config('howdah.key_budget',
+                           v_command || ' ' || (v_budget - CASE WHEN v_budget > 0 THEN p_take ELSE 0 END), true);
+    END IF;
+    RETURN v_budget;
+END $$;
+
+-- Before jobs with ordering keys are inserted: their trigger runs at the commit, also after SET CONSTRAINTS ALL
+-- IMMEDIATE. A command that mentions constraints may set them to IMMEDIATE again before it ends.
+CREATE OR REPLACE FUNCTION defer_keys() RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+DECLARE
+    v_command text := extract(epoch FROM statement_timestamp());
+BEGIN
+    SET CONSTRAINTS live_jobs_assign_key DEFERRED;
+    IF split_part(current_setting('howdah.key_budget', true), ' ', 1) IS DISTINCT FROM v_command THEN
+        PERFORM set_config('howdah.key_budget',
+                           v_command || CASE WHEN current_query() ~* 'constraints' THEN ' -1' ELSE ' 16' END,
+                           true);
+    END IF;
+END $$;
+
+-- Whether a row that is visible was written by this transaction, or by one of its subtransactions: those have xids of
+-- their own, after that of the transaction, and what others have written is visible only when they have ended.
+CREATE OR REPLACE FUNCTION is_own_write(p_xmin xid) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+DECLARE
+    v_own bigint := pg_current_xact_id()::text::bigint;
+    v_ahead bigint := (p_xmin::text::bigint - v_own) & 4294967295;  -- xids wrap around
+BEGIN
+    RETURN v_ahead = 0
+        OR v_ahead < 2147483648 AND pg_xact_status((v_own + v_ahead)::text::xid8) = 'in progress';
+END $$;
+
 -- SECURITY DEFINER: before PostgreSQL 18 a deferred trigger runs as the role that commits, not as the role
 -- that inserted the row.
 CREATE OR REPLACE FUNCTION assign_key_at_commit() RETURNS trigger
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET jit = off
 AS $$
-DECLARE
-    v_own_xid xid := pg_current_xact_id()::xid;
 BEGIN
     -- If this transaction wrote the previous job of the key, or its holder, the key is already assigned: a
     -- thousand jobs of one key search for its holder once.
-    IF v_own_xid = (SELECT j.xmin FROM live_jobs AS j
-               WHERE j.ordering_key = NEW.ordering_key AND NOT j.holds_key AND j.seq < NEW.seq
-               ORDER BY j.seq DESC LIMIT 1)
-       OR v_own_xid = (SELECT j.xmin FROM live_jobs AS j
-                  WHERE j.ordering_key = NEW.ordering_key AND j.holds_key AND j.seq < NEW.seq
-                  ORDER BY j.seq DESC LIMIT 1)
+    IF is_own_write((SELECT j.xmin FROM live_jobs AS j
+                     WHERE j.ordering_key = NEW.ordering_key AND NOT j.holds_key AND j.seq < NEW.seq
+                     ORDER BY j.seq DESC LIMIT 1))
+       OR is_own_write((SELECT j.xmin FROM live_jobs AS j
+                        WHERE j.ordering_key = NEW.ordering_key AND j.holds_key AND j.seq < NEW.seq
+                        ORDER BY j.seq DESC LIMIT 1))
     THEN
         RETURN NULL;
     END IF;
-    PERFORM assign_key(NEW.ordering_key, NEW.seq);
+    IF key_budget(0) < 0 THEN
+        INSERT INTO unassigned_keys (ordering_key) VALUES (NEW.ordering_key);
+    ELSE
+        PERFORM assign_key(NEW.ordering_key, NEW.seq);
+    END IF;
     RETURN NULL;
 END $$;
 
@@ -162,15 +229,22 @@ END $$;
 
 -- Processes unassigned_keys. Returns the number of keys it checked.
 CREATE OR REPLACE FUNCTION assign_keys(p_limit int DEFAULT 1000) RETURNS int
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off
 AS $$
 DECLARE
     v_keys text[];
 BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'ordering keys cannot be assigned in a transaction that is %',
+                        upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'feature_not_supported',
+                  HINT = 'Run maintenance in a READ COMMITTED transaction: '
+                         'see default_transaction_isolation of the role and the database.';
+    END IF;
     WITH drained AS (
         DELETE FROM unassigned_keys
-        WHERE id = ANY (ARRAY (
-            SELECT u.id FROM unassigned_keys AS u ORDER BY u.id LIMIT p_limit FOR UPDATE SKIP LOCKED))
+        WHERE ctid = ANY (ARRAY (
+            SELECT u.ctid FROM unassigned_keys AS u ORDER BY u.id LIMIT p_limit FOR UPDATE SKIP LOCKED))
         RETURNING ordering_key)
     SELECT array_agg(DISTINCT d.ordering_key ORDER BY d.ordering_key) INTO v_keys FROM drained AS d;
     PERFORM assign_key(k.key) FROM unnest(v_keys) AS k (key);

@@ -7,8 +7,9 @@
 
 -- Extends leases to now + p_lease, including an expired lease of a job that was not recovered yet. Returns
 -- for each id whether it was extended and whether the lease is still the caller's (`mine`): a row that the
--- job's own handler has locked is skipped, not lost. p_elapsed: seconds since the job started, NULL if it
--- did not.
+-- job's own handler has locked is skipped, not lost. The heartbeat of such a row is recorded beside it, so that
+-- recovery leaves the job to its worker when the lock ends (decision 0004). p_elapsed: seconds since the job started,
+-- NULL if it did not.
 CREATE OR REPLACE FUNCTION extend_jobs(
     p_ids uuid[],
     p_lease_ids uuid[],
@@ -16,13 +17,19 @@ CREATE OR REPLACE FUNCTION extend_jobs(
     p_elapsed float8[] DEFAULT NULL)
 RETURNS TABLE (id uuid, extended boolean, mine boolean, cancel_requested boolean)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
 DECLARE
     v_now timestamptz := clock_timestamp();
+    v_extended bigint;
 BEGIN
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
+    PERFORM validate_lease(p_lease);
     WITH locked AS MATERIALIZED (
         SELECT j.id, a.elapsed
         FROM unnest(p_ids, p_lease_ids, p_elapsed) AS a (id, lease_id, elapsed)
@@ -33,9 +40,17 @@ BEGIN
     SET lease_expires_at = v_now + p_lease,
         started_at = coalesce(j.started_at,
             CASE WHEN l.elapsed IS NOT NULL
-                 THEN greatest(j.claimed_at, v_now - make_interval(secs => l.elapsed)) END)
+                 THEN greatest(j.claimed_at, v_now - elapsed_time(l.elapsed)) END)
     FROM locked AS l
     WHERE j.id = l.id AND j.id = ANY (p_ids);
+    GET DIAGNOSTICS v_extended = ROW_COUNT;
+    IF v_extended < cardinality(p_ids) THEN
+        INSERT INTO extended_leases (lease_id, job_id, written_at, expires_at)
+        SELECT j.lease_id, j.id, v_now, v_now + p_lease
+        FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
+        JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+        WHERE j.id = ANY (p_ids) AND j.lease_expires_at <> v_now + p_lease;
+    END IF;
     RETURN QUERY
     SELECT a.id,
            coalesce(j.lease_expires_at = v_now + p_lease, false),
@@ -49,8 +64,9 @@ END $$;
 -- trace, so that a job that kills its worker uses up its attempts (decision 0020).
 CREATE OR REPLACE FUNCTION start_jobs(p_ids uuid[], p_lease_ids uuid[]) RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 BEGIN
     RETURN QUERY
@@ -70,13 +86,17 @@ CREATE OR REPLACE FUNCTION report_progress(
     p_stages text[] DEFAULT NULL)
 RETURNS TABLE (id uuid, reported boolean, mine boolean, cancel_requested boolean)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 #variable_conflict use_column
 DECLARE
     v_reported uuid[];
 BEGIN
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
     WITH locked AS MATERIALIZED (
         SELECT j.id, a.progress, a.stage
         FROM unnest(p_ids, p_lease_ids, p_progress, p_stages) AS a (id, lease_id, progress, stage)
@@ -102,64 +122,87 @@ BEGIN
     LEFT JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id AND j.id = ANY (p_ids);
 END $$;
 
--- Appends events to the durable event stream of claimed jobs; an id may appear more than once.
-CREATE OR REPLACE FUNCTION add_events(p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[])
+-- Whether an event with this number is not written yet; p_last is that of the last one that was written. The upper
+-- 32 bits of a number name a run, whose events arrive in ascending order. A statement whose answer was lost may
+-- run after the one that was sent in its place, so every statement checks this, not only those sent again.
+CREATE OR REPLACE FUNCTION is_new_event(p_number bigint, p_last bigint) RETURNS boolean
+LANGUAGE sql IMMUTABLE
+RETURN p_number IS NULL OR p_last IS NULL OR p_number >> 32 <> p_last >> 32 OR p_number > p_last;
+
+-- Appends events to the durable event stream of claimed jobs; an id may appear more than once. The row locks of
+-- the jobs keep the statements of a run apart.
+CREATE OR REPLACE FUNCTION add_events(
+    p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[], p_numbers bigint[] DEFAULT NULL)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);
 BEGIN
-    RETURN QUERY
-    WITH written AS (
-        INSERT INTO job_events (job_id, attempt, kind, data)
-        SELECT j.id, j.attempts, e.kind, coalesce(e.data, '{}')
-        FROM unnest(p_ids, p_lease_ids, p_kinds, p_datas) WITH ORDINALITY AS e (id, lease_id, kind, data, n)
+    WITH new AS MATERIALIZED (
+        SELECT j.id, j.attempts, live_events_day(j.created_at, j.keep) AS day, e.kind, e.data, e.number, e.n
+        FROM unnest(p_ids, p_lease_ids, p_kinds, p_datas, p_numbers)
+             WITH ORDINALITY AS e (id, lease_id, kind, data, number, n)
         JOIN live_jobs AS j ON j.id = e.id AND j.lease_id = e.lease_id
-        WHERE e.id = ANY (v_accepted) AND j.id = ANY (v_accepted)
-        ORDER BY e.n
-        RETURNING job_id),
-    counted AS (
-        UPDATE live_jobs AS j
-        SET events_count = j.events_count + w.events
-        FROM (SELECT job_id, count(*)::int AS events FROM written GROUP BY job_id) AS w
-        WHERE j.id = w.job_id AND j.id = ANY (v_accepted)
-        RETURNING j.id)
-    SELECT c.id FROM counted AS c;
+        WHERE e.id = ANY (v_accepted) AND j.id = ANY (v_accepted) AND is_new_event(e.number, j.last_event)),
+    written AS (
+        INSERT INTO job_events (job_id, attempt, drop_on, kind, data)
+        SELECT n.id, n.attempts, n.day, n.kind, coalesce(n.data, '{}')
+        FROM new AS n
+        ORDER BY n.n)
+    UPDATE live_jobs AS j
+    SET events_count = j.events_count + w.events, last_event = coalesce(w.last, j.last_event)
+    FROM (SELECT n.id, count(*)::int AS events, max(n.number) AS last FROM new AS n GROUP BY n.id) AS w
+    WHERE j.id = w.id AND j.id = ANY (v_accepted);
     PERFORM notify_watchers(v_accepted);
+    RETURN QUERY SELECT DISTINCT a FROM unnest(v_accepted) AS a WHERE a IS NOT NULL;
 END $$;
 
 -- Appends events to jobs that this lease has completed: a handler that completes its job in its own
 -- transaction may do so before its last events are written.
-CREATE OR REPLACE FUNCTION add_late_events(p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[])
+CREATE OR REPLACE FUNCTION add_late_events(
+    p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[], p_numbers bigint[] DEFAULT NULL)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
 AS $$
 DECLARE
+    v_finished finished_jobs[];
     v_accepted uuid[];
 BEGIN
-    v_accepted := ARRAY (
-        SELECT f.id
-        FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-        JOIN finished_jobs AS f ON f.id = a.id AND f.lease_id = a.lease_id
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
+    v_finished := ARRAY (
+        SELECT f
+        FROM finished_jobs AS f
+        WHERE f.id = ANY (p_ids)
+          AND (f.id, f.lease_id) IN (SELECT a.id, a.lease_id FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id))
         FOR NO KEY UPDATE OF f SKIP LOCKED);
-    RETURN QUERY
-    WITH written AS (
-        INSERT INTO job_events (job_id, attempt, kind, data)
-        SELECT f.id, f.attempts, e.kind, coalesce(e.data, '{}')
-        FROM unnest(p_ids, p_kinds, p_datas) WITH ORDINALITY AS e (id, kind, data, n)
-        JOIN finished_jobs AS f ON f.id = e.id
-        WHERE e.id = ANY (v_accepted)
-        ORDER BY e.n
-        RETURNING job_id)
+    WITH new AS MATERIALIZED (
+        SELECT f.id, f.attempts, f.drop_on, greatest(events_day(f.created_at, f.keep), f.drop_on) AS day,
+               e.kind, e.data, e.number, e.n
+        FROM unnest(p_ids, p_lease_ids, p_kinds, p_datas, p_numbers)
+             WITH ORDINALITY AS e (id, lease_id, kind, data, number, n)
+        -- By the fence too: an id may come with a stale one.
+        JOIN unnest(v_finished) AS f ON f.id = e.id AND f.lease_id = e.lease_id
+        WHERE is_new_event(e.number, f.last_event)),
+    written AS (
+        INSERT INTO job_events (job_id, attempt, drop_on, kind, data)
+        SELECT n.id, n.attempts, n.day, n.kind, coalesce(n.data, '{}')
+        FROM new AS n
+        ORDER BY n.n)
     UPDATE finished_jobs AS f
-    SET events_count = f.events_count + w.events
-    FROM (SELECT job_id, count(*)::int AS events FROM written GROUP BY job_id) AS w
-    WHERE f.id = w.job_id
-    RETURNING f.id;
+    SET events_count = f.events_count + w.events, last_event = coalesce(w.last, f.last_event)
+    FROM (SELECT n.id, n.drop_on, count(*)::int AS events, max(n.number) AS last
+          FROM new AS n
+          GROUP BY n.id, n.drop_on) AS w
+    WHERE f.id = w.id AND f.drop_on = w.drop_on;
+    v_accepted := ARRAY (SELECT f.id FROM unnest(v_finished) AS f);
     PERFORM notify_watchers(v_accepted);
+    RETURN QUERY SELECT a FROM unnest(v_accepted) AS a;
 END $$;

@@ -1,72 +1,207 @@
 -- Recover stale jobs: claimed jobs whose lease expired because the worker crashed or lost its connection.
 --
--- Promises: work resumes by itself within the lease + 5 s (P9), and a job whose attempts are used up ends
--- as failed (P4). requeue_jobs in acknowledge.sql decides between the two.
+-- Promises: work resumes by itself within the lease + 5 s (P9), a job whose attempts are used up ends as
+-- failed (P4), and a job that cannot be recovered does not keep the others (P8). requeue_jobs in
+-- acknowledge.sql decides between requeueing and ending. Recovery needs no lane.
+--
+-- Every search goes through the index on lease_expires_at, from a time on: while a transaction elsewhere
+-- stays open, the index keeps an entry of every lease that ended, and a search from the start would read
+-- all of them (decision 0005).
 
 -- Requeues jobs whose lease expired (p_timeout NULL), or that were claimed longer ago than p_timeout; ends
 -- those with no attempts left as failed. Returns the number of stale jobs.
 CREATE OR REPLACE FUNCTION recover_stale_jobs(p_timeout interval DEFAULT NULL, p_limit int DEFAULT 1000)
 RETURNS int
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET jit = off
 AS $$
 DECLARE
     v_stale uuid[];
 BEGIN
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
+    IF p_timeout IS NOT NULL THEN
+        PERFORM validate_duration('p_timeout', p_timeout);
+    END IF;
+    IF p_limit IS NULL OR p_limit < 1 THEN
+        RAISE EXCEPTION 'p_limit is %: it must be at least 1', coalesce(p_limit::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
     v_stale := lock_stale_jobs(
         p_timeout, p_limit, '-infinity',
-        CASE WHEN p_timeout IS NULL THEN clock_timestamp() ELSE 'infinity' END);
-    IF v_stale <> '{}' THEN
-        PERFORM requeue_jobs(
-            v_stale, 'recover', 'the lease expired; the worker stopped or lost its connection');
-    END IF;
+        CASE WHEN p_timeout IS NOT NULL THEN 'infinity' ELSE snapshot_time() END);
+    PERFORM recover_jobs(v_stale);
     RETURN cardinality(v_stale);
 END $$;
 
--- Locks stale jobs whose lease expires between p_from and p_until. These are parameters because an index
--- cannot be searched by a volatile clock: the scan would visit every job in flight.
-CREATE OR REPLACE FUNCTION lock_stale_jobs(
-    p_timeout interval, p_limit int, p_from timestamptz, p_until timestamptz)
-RETURNS uuid[]
+-- A time that is not later than the snapshot of the next statement.
+CREATE OR REPLACE FUNCTION snapshot_time() RETURNS timestamptz
 LANGUAGE sql VOLATILE
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-AS $$
-    SELECT ARRAY (
-        SELECT stale.id
-        FROM (SELECT DISTINCT l.queue, l.job_type FROM lanes AS l) AS t
-        CROSS JOIN LATERAL (
-            SELECT j.id
-            FROM live_jobs AS j
-            WHERE j.status = 'claimed' AND j.queue = t.queue AND j.job_type = t.job_type
-              AND j.lease_expires_at BETWEEN p_from AND p_until
-              AND (p_timeout IS NULL OR j.claimed_at <= clock_timestamp() - p_timeout)
-            ORDER BY j.lease_expires_at
-            LIMIT p_limit
-            FOR UPDATE SKIP LOCKED) AS stale
-        LIMIT p_limit)
-$$;
+RETURN CASE WHEN current_setting('transaction_isolation') = 'read committed' THEN clock_timestamp()
+            ELSE transaction_timestamp() END;
 
--- The duty `recover`. It starts where the previous run ended: leases are set to expire in the future, so
--- that run handled what had expired by then. Leases that were committed after they expired, and rows that
--- were locked, are left to sweep_lanes, which checks all jobs (decision 0005).
-CREATE OR REPLACE FUNCTION recover_expired(p_limit int DEFAULT 1000) RETURNS int
+-- Locks stale jobs whose lease expires between p_from and p_until, and those of p_also that are stale.
+-- The times are parameters because an index cannot be searched by a volatile clock: the scan would visit
+-- every job in flight. The plan is the generic one: after autovacuum has analyzed a drained queue, a plan for
+-- given times would read the whole primary key.
+--
+-- A job whose heartbeats met a lock is not stale (decision 0004). p_until must not be later than the snapshot, which
+-- shows no heartbeat after it. A heartbeat that was written after p_until is that of a clock that was ahead.
+CREATE OR REPLACE FUNCTION lock_stale_jobs(
+    p_timeout interval, p_limit int, p_from timestamptz, p_until timestamptz, p_also uuid[] DEFAULT '{}')
+RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
+SET plan_cache_mode = force_generic_plan
+AS $$
+BEGIN RETURN
+    ARRAY (
+        SELECT j.id
+        FROM live_jobs AS j
+        WHERE j.id = ANY (p_also) AND j.lease_id IS NOT NULL AND j.lease_expires_at <= p_until
+          AND NOT EXISTS (
+              SELECT FROM extended_leases AS e
+              WHERE e.job_id = j.id AND e.lease_id = j.lease_id
+                AND e.written_at <= p_until AND e.expires_at > p_until)
+        LIMIT p_limit
+        FOR UPDATE SKIP LOCKED)
+    || ARRAY (
+        SELECT j.id
+        FROM live_jobs AS j
+        WHERE j.status = 'claimed'
+          AND j.lease_expires_at BETWEEN p_from AND p_until
+          AND (p_timeout IS NULL OR j.claimed_at <= clock_timestamp() - p_timeout)
+          AND j.id <> ALL (p_also)
+          AND NOT EXISTS (
+              SELECT FROM extended_leases AS e
+              WHERE e.job_id = j.id AND e.lease_id = j.lease_id
+                AND e.written_at <= p_until AND e.expires_at > p_until)
+        ORDER BY j.lease_expires_at
+        LIMIT p_limit
+        FOR UPDATE SKIP LOCKED);
+END $$;
+
+-- Recovers jobs that the caller has locked. If that fails, each half is tried by itself, down to the job
+-- that cannot be recovered: it is left for a minute and named in the answer. NULL: all were recovered.
+CREATE OR REPLACE FUNCTION recover_jobs(p_ids uuid[]) RETURNS text
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+DECLARE
+    v_half int := cardinality(p_ids) / 2;
+    v_error text;
+BEGIN
+    IF p_ids = '{}' THEN
+        RETURN NULL;
+    END IF;
+    BEGIN
+        PERFORM requeue_jobs(
+            p_ids, 'recover', 'the lease expired; the worker stopped or lost its connection');
+        RETURN NULL;
+    EXCEPTION WHEN OTHERS THEN
+        v_error := format('job %s could not be recovered: %s', p_ids[1], SQLERRM);
+    END;
+    IF v_half > 0 THEN
+        v_error := recover_jobs(p_ids[:v_half]);
+        RETURN coalesce(recover_jobs(p_ids[v_half + 1:]), v_error);
+    END IF;
+    RAISE WARNING '%', v_error;
+    BEGIN
+        UPDATE live_jobs AS j
+        SET lease_expires_at = clock_timestamp() + interval '1 minute', last_error = v_error
+        WHERE j.id = ANY (p_ids);
+    EXCEPTION WHEN OTHERS THEN
+        NULL;  -- the row cannot be changed at all: the duty tries it again in its next run
+    END;
+    RETURN v_error;
+END $$;
+
+-- The duty `recover`. It starts where the previous run ended: leases are set to expire in the future, so
+-- that run handled what had expired by then. It keeps the ids of expired jobs that were locked, and tries
+-- them again by id. Leases that were committed after they expired are left to recover_late.
+CREATE OR REPLACE FUNCTION recover_expired(
+    p_limit int DEFAULT 1000, OUT more boolean, OUT problem text)
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
+AS $$
+DECLARE
+    v_started timestamptz := snapshot_time();
+    v_from timestamptz;
+    v_locked uuid[];
+    v_stale uuid[];
+BEGIN
+    SELECT CASE WHEN m.reached <= v_started THEN m.reached ELSE '-infinity' END,  -- the clock went back
+           ARRAY (SELECT e::uuid FROM jsonb_array_elements_text(m.state -> 'locked') AS e)
+    INTO v_from, v_locked
+    FROM maintenance AS m
+    WHERE m.duty = 'recover';
+    v_stale := lock_stale_jobs(NULL, p_limit, v_from, v_started, v_locked);
+    problem := recover_jobs(v_stale);
+    more := cardinality(v_stale) >= p_limit;
+    IF more THEN
+        RETURN;
+    END IF;
+    v_locked := ARRAY (
+        SELECT j.id FROM live_jobs AS j
+        WHERE j.id = ANY (v_locked) AND j.lease_id IS NOT NULL AND j.lease_expires_at <= v_started)
+    || ARRAY (
+        SELECT j.id FROM live_jobs AS j
+        WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN v_from AND v_started
+          AND j.id <> ALL (v_locked)
+        ORDER BY j.lease_expires_at
+        LIMIT 1000);
+    PERFORM remember('recover', v_started - head_margin(), jsonb_build_object('locked', v_locked[:1000]));
+END $$;
+
+-- The duty `late`: searches again for leases that `recover` cannot have seen, because their transaction
+-- committed after they had expired. It notes the transactions that have written jobs and are open, and since when:
+-- none of them can have set a lease before the run that preceded its first note. When one of them has ended, the next
+-- run searches from there. So each entry of the index is read once, and once more for each transaction that was open
+-- for longer than the time between two runs. No transaction that stays open keeps the leases of the others.
+CREATE OR REPLACE FUNCTION recover_late(p_limit int DEFAULT 1000, OUT more boolean, OUT problem text)
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off
 AS $$
 DECLARE
     v_started timestamptz := clock_timestamp();
+    v_since timestamptz;
+    v_noted jsonb;
+    v_open text[];
+    v_from timestamptz;
     v_stale uuid[];
 BEGIN
-    v_stale := lock_stale_jobs(
-        NULL, p_limit, (SELECT m.reached FROM maintenance AS m WHERE m.duty = 'recover'), v_started);
-    IF v_stale <> '{}' THEN
-        PERFORM requeue_jobs(
-            v_stale, 'recover', 'the lease expired; the worker stopped or lost its connection');
+    more := false;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RETURN;  -- its snapshot does not show what the transactions that have ended have written
     END IF;
-    IF cardinality(v_stale) < p_limit THEN
-        UPDATE maintenance SET reached = v_started - head_margin() WHERE duty = 'recover';
+    SELECT coalesce((m.state ->> 'since')::timestamptz, '-infinity'), coalesce(m.state -> 'writers', '{}')
+    INTO v_since, v_noted
+    FROM maintenance AS m
+    WHERE m.duty = 'late';
+    IF v_since > v_started THEN  -- the clock went back
+        v_since := '-infinity';
     END IF;
-    RETURN cardinality(v_stale);
+    v_open := writers_of_jobs();
+    v_from := least(v_since, (
+        SELECT min(w.value::timestamptz) FROM jsonb_each_text(v_noted) AS w WHERE w.key <> ALL (v_open)));
+    v_stale := lock_stale_jobs(NULL, p_limit, v_from, v_started);
+    problem := recover_jobs(v_stale);
+    more := cardinality(v_stale) >= p_limit;
+    IF more THEN
+        RETURN;
+    END IF;
+    PERFORM remember('late', v_from, jsonb_build_object(
+        -- Jobs that were locked are searched for again.
+        'since', least(v_started - head_margin(), (
+            SELECT j.lease_expires_at FROM live_jobs AS j
+            WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN v_from AND v_started
+            ORDER BY j.lease_expires_at
+            LIMIT 1)),
+        'writers', (
+            SELECT coalesce(jsonb_object_agg(o.writer, coalesce(v_noted -> o.writer, to_jsonb(v_since))), '{}')
+            FROM unnest(v_open) AS o (writer))));
 END $$;

@@ -10,7 +10,8 @@
 --
 -- Functions of the contract are SECURITY DEFINER, and none is executable by PUBLIC: a role needs no privilege
 -- on any table, only those of sql/access/grants.sql (decision 0015). Internal functions run with the
--- privileges of their caller.
+-- privileges of their caller. Functions of the contract turn JIT compilation off, for the functions that they
+-- call too: it takes longer than any of their statements.
 
 -- The schema versions that were applied. oldest_code: the oldest version whose code works with this schema
 -- (decision 0006). functions_hash: the functions that were installed last. catalog: what the schema contained
@@ -92,10 +93,14 @@ CREATE TABLE live_jobs (
     idempotency_key  idempotency_name,
     ordering_key     ordering_name,
     keep             retention,
+    last_event       bigint,  -- the number of the last event of its runs, so that none is written twice
     CONSTRAINT live_jobs_pkey PRIMARY KEY (id),
-    -- One constraint for all conditions, for the reason given at the domains.
+    -- One constraint for all conditions, for the reason given at the domains. The second is the status of the view
+    -- jobs: the planner then knows that a search for finished jobs need not read live ones.
     CONSTRAINT consistent CHECK (
         (status = 'pending' AND lease_id IS NULL OR status = 'claimed' AND lease_id IS NOT NULL)
+        AND CASE WHEN status = 'claimed' AND started_at IS NOT NULL THEN 'running' ELSE status END
+            IN ('pending', 'claimed', 'running')
         AND attempts BETWEEN 0 AND max_attempts AND claims >= attempts
         AND progress BETWEEN 0 AND 100 AND blockers >= 0)
 ) WITH (
@@ -108,11 +113,25 @@ CREATE TABLE live_jobs (
 
 CREATE INDEX live_jobs_pending ON live_jobs (queue, job_type, priority DESC, run_at, id)
     WHERE status = 'pending' AND blockers = 0;
-CREATE INDEX live_jobs_claimed ON live_jobs (queue, job_type, lease_expires_at)
+-- By time alone, so that recovery needs no list of job types (decision 0030).
+CREATE INDEX live_jobs_claimed ON live_jobs (lease_expires_at)
     WHERE status = 'claimed';
 -- One index finds a key's holder and the next job of the key (decision 0003).
 CREATE INDEX live_jobs_ordered ON live_jobs (ordering_key, holds_key, seq)
     WHERE ordering_key IS NOT NULL;
+
+-- Heartbeats of jobs whose row another transaction has locked: the lease counts as extended from written_at until
+-- expires_at (decision 0004). Not unique, so that adding a row waits for nobody. `prune` removes the rows.
+CREATE TABLE extended_leases (
+    lease_id   uuid        NOT NULL,
+    job_id     uuid        NOT NULL,
+    written_at timestamptz NOT NULL,
+    expires_at timestamptz NOT NULL
+);
+CREATE INDEX extended_leases_job ON extended_leases (job_id, lease_id);
+CREATE INDEX extended_leases_expired ON extended_leases (expires_at);
+-- Every table has a primary key or this: PostgreSQL refuses to delete from a published table that has neither.
+ALTER TABLE extended_leases REPLICA IDENTITY FULL;
 
 -- Finished jobs, partitioned by the day on which they may be dropped: retention drops a partition and does not
 -- delete rows (decision 0001).
@@ -135,44 +154,83 @@ CREATE TABLE finished_jobs (
     cancel_requested boolean     NOT NULL,
     status           text        NOT NULL
         CONSTRAINT status_is_final CHECK (status IN ('completed', 'failed', 'cancelled')),
-    queue            text        NOT NULL,
-    job_type         text        NOT NULL,
+    queue            text        COLLATE "C" NOT NULL,
+    job_type         text        COLLATE "C" NOT NULL,
     data             jsonb       NOT NULL,
     current_stage    text,
     worker_id        text,
     last_error       text,
-    request_id       text,
-    traceparent      text,
-    idempotency_key  text,
-    ordering_key     text,
+    request_id       text        COLLATE "C",
+    traceparent      text        COLLATE "C",
+    idempotency_key  text        COLLATE "C",
+    ordering_key     text        COLLATE "C",
     keep             interval,
     result           jsonb,
+    last_event       bigint,
     CONSTRAINT finished_jobs_pkey PRIMARY KEY (id, drop_on)
 ) PARTITION BY RANGE (drop_on);
 
 CREATE INDEX finished_jobs_unsuccessful ON finished_jobs (id) WHERE status <> 'completed';
 
+-- Rows of a day that has no partition. The index finds their days and the expired among them.
 CREATE TABLE finished_jobs_default PARTITION OF finished_jobs DEFAULT;
+CREATE INDEX finished_jobs_default_day ON finished_jobs_default (drop_on);
 
--- Every (queue, job type, priority) ever used. A claim searches each lane's range of the index, from head_at
--- on. A twin is a second row of a lane, added by sweep_lanes while the first is in a transaction that is still
--- open.
+-- Jobs that are kept for less than a day. They are deleted in batches within minutes of their time, which the
+-- index has in an immutable form (decision 0035).
+CREATE TABLE finished_jobs_short PARTITION OF finished_jobs
+    FOR VALUES FROM (MINVALUE) TO ('1970-01-02')
+    WITH (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 5000,
+          autovacuum_vacuum_cost_delay = 0);
+CREATE INDEX finished_jobs_short_expired ON finished_jobs_short (((completed_at AT TIME ZONE 'UTC') + keep));
+
+-- Every (queue, job type, priority) in use. A claim searches each lane's range of the index, from head_at on. A
+-- twin is a second row of a lane, added while the first is in a transaction that is still open, or is closing.
 CREATE TABLE lanes (
     queue    text COLLATE "C" NOT NULL,
     job_type text COLLATE "C" NOT NULL,
     priority int              NOT NULL,
     twin     boolean          NOT NULL DEFAULT false,
     head_at  timestamptz      NOT NULL DEFAULT '-infinity',  -- no pending job is due earlier
+    -- Written by sweep_lanes: the head at the last sweep, at the one before, and before the oldest open
+    -- transaction that has written jobs (decision 0031).
+    swept_at         timestamptz NOT NULL DEFAULT '-infinity',
+    swept_before_at  timestamptz NOT NULL DEFAULT '-infinity',
+    swept_lasting_at timestamptz NOT NULL DEFAULT '-infinity',
+    empty_at timestamptz,                                    -- a sweep found no pending job
+    closing  int              NOT NULL DEFAULT 0,            -- steps towards its removal (decision 0032)
     CONSTRAINT lanes_pkey PRIMARY KEY (queue, job_type, priority, twin)
 ) WITH (fillfactor = 50, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
 
+-- Transactions that had written jobs and were open at the last sweep. lasting: and at the one before.
+CREATE TABLE open_writers (
+    writer  text    COLLATE "C" NOT NULL CONSTRAINT open_writers_pkey PRIMARY KEY,
+    lasting boolean NOT NULL DEFAULT false
+);
+
+-- Keys belong to their job type. data_hash is that of the first job's data (jsonb_hash_extended): the same key
+-- with other data is refused, also when the first job is gone (decision 0033).
 CREATE TABLE idempotency_keys (
-    key        text        COLLATE "C" NOT NULL CONSTRAINT idempotency_keys_pkey PRIMARY KEY,
+    job_type   text        COLLATE "C" NOT NULL,
+    key        text        COLLATE "C" NOT NULL,
     job_id     uuid        NOT NULL,
+    data_hash  bigint      NOT NULL,
     expires_at timestamptz NOT NULL,
+    holding_id uuid        NOT NULL DEFAULT gen_random_uuid(),  -- new each time that the key is taken
+    CONSTRAINT idempotency_keys_pkey PRIMARY KEY (job_type, key),
     CONSTRAINT key_length CHECK (length(key) BETWEEN 1 AND 500)
 );
 CREATE INDEX idempotency_keys_expired ON idempotency_keys (expires_at);
+CREATE INDEX idempotency_keys_job ON idempotency_keys (job_id);
+
+-- Holdings of keys that have ended: such a key is free. Not unique, so that adding a row waits for nobody. `prune`
+-- removes the rows and their keys.
+CREATE TABLE freed_keys (
+    holding_id uuid NOT NULL,
+    job_id     uuid NOT NULL
+);
+CREATE INDEX freed_keys_holding ON freed_keys (holding_id);
+ALTER TABLE freed_keys REPLICA IDENTITY FULL;  -- as for extended_leases
 
 -- Ordering keys whose next holder could not be decided without waiting for another transaction.
 CREATE TABLE unassigned_keys (
@@ -180,20 +238,29 @@ CREATE TABLE unassigned_keys (
     ordering_key text   NOT NULL
 );
 
--- The durable event stream of each job, counted by events_count.
+-- The durable event stream of each job, counted by events_count. Partitioned by the day on which the events may
+-- be dropped, which follows from the job, so that one partition holds all events of a job (decision 0035).
+CREATE SEQUENCE job_event_ids;
 CREATE TABLE job_events (
     job_id   uuid        NOT NULL,
-    event_id bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
+    event_id bigint      NOT NULL DEFAULT nextval('job_event_ids'),
     at       timestamptz NOT NULL DEFAULT clock_timestamp(),
     attempt  int         NOT NULL,
+    drop_on  date        NOT NULL,
     kind     text        NOT NULL CONSTRAINT kind_length CHECK (length(kind) BETWEEN 1 AND 100),
     data     jsonb       NOT NULL DEFAULT '{}',
-    CONSTRAINT job_events_pkey PRIMARY KEY (job_id, event_id)
-);
-CREATE INDEX job_events_at ON job_events USING brin (at);
+    CONSTRAINT job_events_pkey PRIMARY KEY (job_id, event_id, drop_on)
+) PARTITION BY RANGE (drop_on);
+ALTER SEQUENCE job_event_ids OWNED BY job_events.event_id;
 
+CREATE TABLE job_events_default PARTITION OF job_events DEFAULT;
+CREATE INDEX job_events_default_day ON job_events_default (drop_on);
+
+-- One row for each life of a worker: two processes may have one worker_id, as in a rolling replacement, and
+-- neither may write or remove the row of the other (decision 0037). SQL callers that name no life have one.
 CREATE TABLE workers (
-    worker_id  text        COLLATE "C" NOT NULL CONSTRAINT workers_pkey PRIMARY KEY,
+    worker_id  text        COLLATE "C" NOT NULL,
+    life       uuid        NOT NULL DEFAULT '00000000-0000-0000-0000-000000000000',
     host       text        NOT NULL,
     pid        int         NOT NULL,
     queues     text[]      NOT NULL,
@@ -201,9 +268,12 @@ CREATE TABLE workers (
     started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     seen_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     idle       boolean     NOT NULL DEFAULT false,
-    info       jsonb       NOT NULL DEFAULT '{}'
+    info       jsonb       NOT NULL DEFAULT '{}',
+    full_types text[]      NOT NULL DEFAULT '{}',  -- of job_types: those without a free slot, although idle
+    CONSTRAINT workers_pkey PRIMARY KEY (worker_id, life)
 ) WITH (fillfactor = 50);
-CREATE INDEX workers_idle ON workers (worker_id) WHERE idle;
+-- In an order without meaning: a search from a random place finds a random worker (decision 0039).
+CREATE INDEX workers_idle ON workers (hashtextextended(worker_id, 0)) WHERE idle;
 
 -- Clients that want notifications of a job's changes. Usually empty, and then no job causes a NOTIFY
 -- (decision 0010).
@@ -214,7 +284,8 @@ CREATE TABLE watchers (
     CONSTRAINT watchers_pkey PRIMARY KEY (job_id, watcher)
 ) WITH (fillfactor = 50);
 
--- The duties. The transaction that moves due_at forward runs that tick of the duty.
+-- The duties. The transaction that moves due_at forward runs that tick of the duty. 'infinity' switches a duty
+-- off.
 CREATE TABLE maintenance (
     duty        text        COLLATE "C" NOT NULL CONSTRAINT maintenance_pkey PRIMARY KEY,
     rank        int         NOT NULL,
@@ -224,7 +295,10 @@ CREATE TABLE maintenance (
     last_run_at timestamptz,
     took        interval,
     last_error  text,
-    reached     timestamptz NOT NULL DEFAULT '-infinity'  -- where the next recovery starts (decision 0005)
+    reached     timestamptz NOT NULL DEFAULT '-infinity',  -- up to where the duty has read (decision 0005)
+    -- Retention: what expired before `reached` may go. It follows `observed`, an earlier reading of the clock.
+    observed    timestamptz NOT NULL DEFAULT '-infinity',
+    state       jsonb       NOT NULL DEFAULT '{}'          -- what else a duty remembers for its next run
 ) WITH (fillfactor = 50);
 
 -- The roles that were granted privileges here, by kind: every migration grants them what it adds.
@@ -234,11 +308,12 @@ CREATE TABLE grants (
     CONSTRAINT grants_pkey PRIMARY KEY (kind, role)
 );
 
--- Counts per ten seconds, worker, queue and job type. Each worker writes its own with its heartbeat, so no
+-- Counts per ten seconds, life of a worker, queue and job type. Each writes its own with its heartbeat, so no
 -- reader has to count finished jobs (decision 0012).
 CREATE TABLE throughput (
     bucket      timestamptz NOT NULL,
     worker_id   text        COLLATE "C" NOT NULL,
+    life        uuid        NOT NULL DEFAULT '00000000-0000-0000-0000-000000000000',
     queue       text        COLLATE "C" NOT NULL,
     job_type    text        COLLATE "C" NOT NULL,
     completed   int         NOT NULL DEFAULT 0,
@@ -247,18 +322,20 @@ CREATE TABLE throughput (
     cancelled   int         NOT NULL DEFAULT 0,
     wait_seconds float8     NOT NULL DEFAULT 0,  -- the sum of the times from due to claimed
     run_seconds  float8     NOT NULL DEFAULT 0,
-    CONSTRAINT throughput_pkey PRIMARY KEY (bucket, queue, job_type, worker_id)
+    CONSTRAINT throughput_pkey PRIMARY KEY (bucket, queue, job_type, worker_id, life)
 ) WITH (fillfactor = 70);
 
--- The relation for users: every job, live or finished, with the six statuses of the contract.
+-- The relation for users: every job, live or finished, with the six statuses of the contract. Both halves have
+-- the same types and collations, column by column: only then is the UNION ALL flattened, so that
+-- ORDER BY id DESC LIMIT 50 reads the ends of the primary keys and not the whole history.
 CREATE VIEW jobs AS
-SELECT id, seq, queue, job_type, priority,
+SELECT id, seq, queue::text, job_type::text, priority::int,
        CASE WHEN status = 'claimed' AND started_at IS NOT NULL THEN 'running' ELSE status END AS status,
-       data, progress, current_stage, events_count,
+       data::jsonb, progress, current_stage, events_count,
        worker_id, lease_id, lease_expires_at, claims, claimed_at,
-       run_at, created_at, started_at, NULL::timestamptz AS completed_at,
-       attempts, max_attempts, last_error, request_id, traceparent,
-       idempotency_key, ordering_key, holds_key, blockers, cancel_requested, keep,
+       run_at::timestamptz, created_at, started_at, NULL::timestamptz AS completed_at,
+       attempts, max_attempts::int, last_error, request_id::text, traceparent::text,
+       idempotency_key::text, ordering_key::text, holds_key, blockers, cancel_requested, keep::interval,
        NULL::jsonb AS result
 FROM live_jobs
 UNION ALL
@@ -276,8 +353,12 @@ INSERT INTO maintenance (duty, rank, period, spacing)
 VALUES ('recover', 10, '2 seconds', 0),
        ('keys', 20, '1 second', 0),
        ('sweep', 30, '5 seconds', 20),
+       ('late', 32, '5 seconds', 20),
+       ('clock', 35, '2 seconds', 0),
        ('prune', 40, '1 minute', 0),
        ('partitions', 90, '1 hour', 0);
+-- The first reading of the clock: keys that expire before the next one are free as well.
+UPDATE maintenance SET reached = clock_timestamp(), observed = clock_timestamp() WHERE duty = 'prune';
 
 -- after functions
 
@@ -287,10 +368,45 @@ CREATE CONSTRAINT TRIGGER live_jobs_assign_key
     FOR EACH ROW
     WHEN (NEW.blockers > 0 AND NEW.ordering_key IS NOT NULL)
     EXECUTE FUNCTION assign_key_at_commit();
+-- Also while session_replication_role is `replica`, as in bulk imports: a job without its key would never run.
+ALTER TABLE live_jobs ENABLE ALWAYS TRIGGER live_jobs_assign_key;
+
+CREATE CONSTRAINT TRIGGER maintenance_partitions
+    AFTER UPDATE OF last_run_at ON maintenance
+    DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW
+    WHEN (NEW.duty = 'partitions')
+    EXECUTE FUNCTION maintain_partitions_at_commit();
+ALTER TABLE maintenance ENABLE ALWAYS TRIGGER maintenance_partitions;
 
 CREATE TRIGGER jobs_insert INSTEAD OF INSERT ON jobs
     FOR EACH ROW EXECUTE FUNCTION jobs_view_insert();
 CREATE TRIGGER jobs_refuse INSTEAD OF UPDATE OR DELETE ON jobs
     FOR EACH ROW EXECUTE FUNCTION jobs_view_refuse();
+
+-- A row that a producer copies or inserts directly must not have the id of a finished job. An id that was made
+-- within the last minute is not looked up, as most are, nor those of our functions, which look up ids themselves.
+CREATE TRIGGER live_jobs_refuse_finished
+    AFTER INSERT ON live_jobs
+    FOR EACH ROW
+    WHEN (abs(('x' || translate(left(NEW.id::text, 13), '-', ''))::bit(48)::bigint / 1000
+              - extract(epoch FROM clock_timestamp())) > 60
+          AND NOT has_table_privilege('live_jobs'::regclass, 'DELETE'))
+    EXECUTE FUNCTION refuse_finished_id();
+ALTER TABLE live_jobs ENABLE ALWAYS TRIGGER live_jobs_refuse_finished;
+
+-- PostgreSQL cannot enable a view's trigger for that role: an INSERT would do nothing and say nothing. The default
+-- of a column that nobody fills refuses it.
+ALTER VIEW jobs ALTER COLUMN seq SET DEFAULT refuse_replica_role();
+
+-- A restore of data alone finds the rows that this migration wrote (restoring.sql).
+CREATE TRIGGER migrations_restore BEFORE INSERT ON migrations
+    FOR EACH ROW EXECUTE FUNCTION skip_existing_row();
+CREATE TRIGGER maintenance_restore BEFORE INSERT ON maintenance
+    FOR EACH ROW EXECUTE FUNCTION skip_existing_row();
+CREATE TRIGGER grants_restore BEFORE INSERT ON grants
+    FOR EACH ROW EXECUTE FUNCTION skip_existing_row();
+CREATE TRIGGER lanes_restore BEFORE INSERT ON lanes
+    FOR EACH ROW EXECUTE FUNCTION skip_existing_row();
 
 SELECT maintain_partitions();

@@ -1,0 +1,53 @@
+"""Acknowledges jobs until it is certain whether each was accepted.
+
+The lease of a rejected job is lost, or another transaction has locked the row, for example to cancel the job, and may
+still roll back. Only `held_jobs` can tell which (decision 0004). No I/O: the backends run the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from uuid import UUID
+
+    from howdah.protocol.statements import Statement, Statements
+
+Steps: TypeAlias = "Generator[Statement[Any] | None, Any, Settled]"
+"""Yields statements to run, and None to wait before the next one. The answer to None is whether time is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of the jobs that were not accepted."""
+
+    lost: frozenset[UUID] = frozenset()
+    locked: frozenset[UUID] = frozenset()
+    """The lease is not lost, and the row stayed locked until no time was left."""
+
+
+def settle(
+    statements: Statements,
+    ids: Sequence[UUID],
+    fences: Sequence[UUID],
+    build: Callable[[Sequence[int]], Statement[list[UUID]]],
+) -> Steps:
+    """Acknowledge all jobs, and then again those that are locked. `build` returns the statement for the jobs at the
+    given places of `ids`."""
+    lost: set[UUID] = set()
+    places = list(range(len(ids)))
+    while True:
+        accepted = set((yield build(places)))
+        places = [n for n in places if ids[n] not in accepted]
+        if not places:
+            return Settled(frozenset(lost))
+        held = set(
+            (yield statements.held_jobs([ids[n] for n in places], [fences[n] for n in places]))
+        )
+        lost.update(ids[n] for n in places if (ids[n], fences[n]) not in held)
+        places = [n for n in places if (ids[n], fences[n]) in held]
+        if not places:
+            return Settled(frozenset(lost))
+        if not (yield None):
+            return Settled(frozenset(lost), frozenset(ids[n] for n in places))

@@ -1,0 +1,107 @@
+"""Outcomes that the database rejected, until it is certain why.
+
+The lease was lost, or another transaction has locked the job: one that cancels it, say, and may still roll back. Then
+the outcome is written again until that transaction has ended, beside the other outcomes, which do not wait for it
+(decision 0004)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, TypeAlias
+
+from howdah.database.backoff import Backoff, jittered
+from howdah.encoding.safe_logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from howdah.database.async_store import AsyncStore
+    from howdah.execution.repeated_lines import RepeatedLines
+    from howdah.execution.run import Run
+    from howdah.outcome import Acknowledgement
+    from howdah.protocol.worker_statements import WorkerStatements
+
+logger = get_logger(__name__)
+
+Rejected: TypeAlias = "tuple[Run, Acknowledgement]"
+
+# Each attempt to write waits for the lock as well, up to a second. The lease may expire meanwhile: the heartbeats of a
+# locked job are recorded beside it, so recovery leaves it to this worker (decision 0004).
+PAUSE_SECONDS = 0.1
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 2.0  # while the database cannot be asked
+
+
+class RejectedOutcomes:
+    """`write` receives the outcomes of jobs whose lease is still held, to be written again. `lose` receives those of
+    jobs whose lease was lost."""
+
+    def __init__(
+        self,
+        store: AsyncStore,
+        statements: WorkerStatements,
+        lines: RepeatedLines,
+        write: Callable[[list[Rejected]], None],
+        lose: Callable[[list[Rejected]], None],
+    ) -> None:
+        self._store = store
+        self._statements = statements
+        self._lines = lines
+        self._write = write
+        self._lose = lose
+        self._outcomes: dict[Run, Acknowledgement] = {}
+        self._arrived = asyncio.Event()
+
+    def __contains__(self, run: object) -> bool:
+        return run in self._outcomes
+
+    def put(self, group: list[Rejected]) -> None:
+        """Add outcomes that were rejected."""
+        if group:
+            self._outcomes.update(group)
+            self._arrived.set()
+
+    async def run(self) -> None:
+        """Settle rejected outcomes until cancelled."""
+        while True:
+            await self._arrived.wait()
+            batch = list(self._outcomes.items())
+            held = await self._ask([run for run, _ in batch])
+            self._pass_on([each for each in batch if _fence(each[0]) not in held], self._lose)
+            locked = [each for each in batch if _fence(each[0]) in held]
+            if locked:
+                self._lines.log(
+                    logger, logging.WARNING, "another transaction has locked jobs that have ended; retrying",
+                    kind="locked", fields={"jobs": len(locked), "job_id": str(locked[0][0].id)},
+                )  # fmt: skip
+                await asyncio.sleep(jittered(PAUSE_SECONDS))
+                self._pass_on(locked, self._write)
+
+    def _pass_on(self, group: list[Rejected], to: Callable[[list[Rejected]], None]) -> None:
+        for run, _ in group:
+            del self._outcomes[run]
+        if not self._outcomes:
+            self._arrived.clear()
+        if group:
+            to(group)
+
+    async def _ask(self, runs: list[Run]) -> set[tuple[UUID, UUID]]:
+        """The fences of the runs whose lease was not lost."""
+        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
+        statement = self._statements.held_jobs(
+            [run.id for run in runs], [run.lease_id for run in runs]
+        )
+        while True:
+            try:
+                return set(await self._store.run(statement))
+            except Exception as error:
+                self._lines.log(
+                    logger, logging.WARNING, "leases of rejected outcomes could not be read; retrying",
+                    kind=("held", type(error)), fields={"error": str(error)},
+                )  # fmt: skip
+                await asyncio.sleep(backoff.next())
+
+
+def _fence(run: Run) -> tuple[UUID, UUID]:
+    return run.id, run.lease_id

@@ -1,0 +1,268 @@
+"""Recovery: it needs no lane, one job that cannot be recovered does not keep the others, and no lease is forgotten."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from calls import (
+    claim,
+    complete,
+    enqueue,
+    enqueue_bulk,
+    expire,
+    get,
+    maintain,
+    rows,
+    status,
+    value,
+    wait_until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    Connection = psycopg.Connection[Any]
+    Connect = Callable[..., Connection]
+
+WORK = {"job_type": "work"}
+
+
+@pytest.fixture
+def database(fresh_database: str) -> str:
+    return fresh_database
+
+
+# What stops the end or the requeueing of single jobs, whatever its cause.
+POISON = """
+CREATE FUNCTION poison() RETURNS trigger LANGUAGE plpgsql AS
+    'BEGIN IF OLD.data ? ''poison'' THEN RAISE ''poisoned''; END IF;
+     IF TG_OP = ''DELETE'' THEN RETURN OLD; END IF; RETURN NEW; END';
+CREATE TRIGGER poison BEFORE UPDATE OF status OR DELETE ON howdah.live_jobs
+    FOR EACH ROW EXECUTE FUNCTION poison();
+"""
+
+
+@pytest.mark.parametrize("call", ["recover_stale_jobs()", "recover_expired()", "recover_late()"])
+@pytest.mark.parametrize("max_attempts", [1, 3], ids=["ended", "requeued"])
+def test_a_poisoned_row_keeps_nobody_else(conn: Connection, call: str, max_attempts: int) -> None:
+    work = WORK | {"max_attempts": max_attempts}
+    ids = enqueue(
+        conn, *[work | {"data": {"poison": 1} if n in (3, 17) else {}} for n in range(40)]
+    )
+    expire(conn, *claim(conn, 100, started=True))
+    conn.execute(POISON)
+    conn.execute(f"SELECT howdah.{call}".encode())
+    expected = "failed" if max_attempts == 1 else "pending"
+    states = [status(conn, job_id) for job_id in ids]
+    assert [n for n, state in enumerate(states) if state != expected] == [3, 17]
+    assert get(conn, ids[3]).last_error == f"job {ids[3]} could not be recovered: poisoned"
+
+
+def test_a_job_that_was_enqueued_twice_under_one_id_keeps_nobody_else(conn: Connection) -> None:
+    doubled, other = enqueue(conn, *[WORK | {"max_attempts": 1}] * 2)
+    expire(conn, *claim(conn, started=True))
+    columns = "id, seq, run_at, created_at, completed_at, priority, attempts, max_attempts, claims"
+    conn.execute(
+        f"INSERT INTO howdah.finished_jobs ({columns}, events_count, progress, cancel_requested, "
+        "status, queue, job_type, data, drop_on) SELECT id, seq, run_at, created_at, now(), priority, "
+        "attempts, max_attempts, claims, 0, 0, false, 'failed', queue, job_type, data, "
+        "(now() AT TIME ZONE 'UTC')::date + 31 FROM howdah.live_jobs WHERE id = %s",
+        (doubled,),
+    )
+    conn.execute("SELECT howdah.recover_stale_jobs()")
+    assert status(conn, other) == "failed"
+
+
+def test_a_poisoned_row_is_reported_and_retried_after_a_minute(conn: Connection) -> None:
+    (job_id,) = enqueue(conn, WORK | {"data": {"poison": 1}})
+    expire(conn, *claim(conn))
+    conn.execute(POISON)
+    conn.execute("UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty <> 'recover'")
+    (ran,) = rows(conn, "SELECT * FROM howdah.run_due_duty()")
+    assert (ran.duty, ran.error) == ("recover", f"job {job_id} could not be recovered: poisoned")
+    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.live_jobs")
+    assert 50 < left.total_seconds() <= 60
+    conn.execute("DROP TRIGGER poison ON howdah.live_jobs")
+    conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
+    maintain(conn, "recover")
+    assert status(conn, job_id) == "pending"
+
+
+def test_a_row_that_cannot_be_changed_at_all_keeps_nobody_else(conn: Connection) -> None:
+    ids = enqueue(conn, *[WORK | {"data": {"poison": 1} if n == 1 else {}} for n in range(3)])
+    expire(conn, *claim(conn))
+    conn.execute(POISON.replace("UPDATE OF status", "UPDATE"))
+    for _ in range(2):
+        conn.execute(
+            "UPDATE howdah.maintenance SET due_at = clock_timestamp() WHERE duty = 'recover'"
+        )
+        conn.execute("SELECT * FROM howdah.run_due_duty()")
+    assert [status(conn, job_id) for job_id in ids] == ["pending", "claimed", "pending"]
+
+
+def test_a_claimed_job_without_a_lane_is_recovered(conn: Connection) -> None:
+    (job_id,) = enqueue(conn, WORK)
+    expire(conn, *claim(conn))
+    conn.execute("DELETE FROM howdah.lanes")
+    maintain(conn, "recover")
+    assert status(conn, job_id) == "pending"
+
+
+def test_a_locked_expired_job_is_tried_again_by_its_id(conn: Connection, connect: Connect) -> None:
+    enqueue(conn, WORK)
+    (job,) = claim(conn)
+    expire(conn, job)
+    handler = connect(autocommit=False)
+    complete(handler, job)
+    maintain(conn, "recover")
+    # The search does not come back to it: what was locked is remembered.
+    conn.execute("UPDATE howdah.maintenance SET reached = clock_timestamp() WHERE duty = 'recover'")
+    assert value(
+        conn, "SELECT state -> 'locked' FROM howdah.maintenance WHERE duty = 'recover'"
+    ) == [str(job.id)]
+    handler.rollback()
+    maintain(conn, "recover")
+    assert status(conn, job.id) == "pending"
+
+
+def test_a_claim_that_commits_after_its_lease_expired_is_recovered(
+    conn: Connection, connect: Connect
+) -> None:
+    (job_id,) = enqueue(conn, WORK)
+    for _ in range(3):
+        maintain(conn, "recover", "late")
+    slow = connect(autocommit=False)
+    (job,) = claim(slow, lease="1 millisecond")
+    wait_until(
+        lambda: value(conn, "SELECT clock_timestamp() - %s > '2 s'", job.lease_expires_at),
+        "the lease is older than the margin",
+    )
+    for _ in range(3):
+        maintain(conn, "recover", "late")
+    slow.commit()
+    maintain(conn, "recover")
+    assert status(conn, job_id) == "claimed"
+    maintain(conn, "late")
+    assert status(conn, job_id) == "pending"
+
+
+def test_a_late_claim_is_found_whatever_other_transactions_ended_meanwhile(
+    conn: Connection, connect: Connect
+) -> None:
+    """Each wait of the duty ends with another transaction."""
+    (job_id,) = enqueue(conn, WORK)
+    maintain(conn, "late")
+    writers = [connect(autocommit=False) for _ in range(3)]
+    (_job,) = claim(writers[0], lease="1 millisecond")
+    for writer in writers[1:]:
+        writer.execute("SELECT pg_current_xact_id()")
+        maintain(conn, "late")
+    for writer in reversed(writers):
+        writer.commit()
+        maintain(conn, "late")
+    assert status(conn, job_id) == "pending"
+
+
+@pytest.mark.parametrize("writes", ["another table", "jobs", "nothing"])
+def test_a_late_claim_does_not_wait_for_an_unrelated_transaction(
+    conn: Connection, connect: Connect, writes: str
+) -> None:
+    """Which began before the claim and stays open until the end of the test."""
+    conn.execute("CREATE TABLE unrelated (n int)")
+    other = connect(autocommit=False)
+    if writes == "another table":
+        other.execute("INSERT INTO unrelated VALUES (1)")
+    elif writes == "jobs":
+        enqueue(other, {"job_type": "other"})
+    else:
+        other.execute("SELECT pg_current_xact_id()")
+    maintain(conn, "late")
+    (job_id,) = enqueue(conn, WORK)
+    slow = connect(autocommit=False)
+    (job,) = claim(slow, lease="1 millisecond")
+    wait_until(
+        lambda: value(conn, "SELECT clock_timestamp() - %s > '2 s'", job.lease_expires_at),
+        "the lease is older than the margin",
+    )
+    for _ in range(3):
+        maintain(conn, "recover", "late")
+    slow.commit()
+    maintain(conn, "late")
+    assert status(conn, job_id) == "pending"
+
+
+def test_a_late_claim_that_is_locked_is_found_when_the_lock_is_gone(
+    conn: Connection, connect: Connect
+) -> None:
+    (job_id,) = enqueue(conn, WORK)
+    maintain(conn, "late")
+    slow, operator = connect(autocommit=False), connect(autocommit=False)
+    (job,) = claim(slow, lease="1 millisecond")
+    wait_until(
+        lambda: value(conn, "SELECT clock_timestamp() - %s > '2 s'", job.lease_expires_at),
+        "the lease is older than the margin",
+    )
+    maintain(conn, "late")
+    slow.commit()
+    operator.execute("SELECT FROM howdah.live_jobs FOR UPDATE")
+    for _ in range(3):
+        maintain(conn, "late")
+    operator.rollback()
+    maintain(conn, "late")
+    assert status(conn, job_id) == "pending"
+
+
+@pytest.mark.parametrize("call", ["run_maintenance()", "run_due_duty()"])
+def test_a_transaction_that_ran_maintenance_and_stays_open_does_not_stop_recovery(
+    conn: Connection, connect: Connect, call: str
+) -> None:
+    (job_id,) = enqueue(conn, WORK)
+    idle = connect(autocommit=False)
+    idle.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
+    idle.execute("SELECT * FROM howdah.run_maintenance()")
+    expire(conn, *claim(conn))
+
+    def is_recovered() -> bool:
+        conn.execute(f"SELECT * FROM howdah.{call}".encode())
+        return bool(status(conn, job_id) == "pending")
+
+    wait_until(is_recovered, "another caller recovers the job")
+
+
+def test_recovery_after_a_restore_on_another_server_does_not_wait_for_its_transactions(
+    conn: Connection,
+) -> None:
+    enqueue(conn, WORK)
+    conn.execute(
+        "UPDATE howdah.maintenance SET state = '{\"awaited\": \"4000000000\"}' WHERE duty = 'late'"
+    )
+    expire(conn, *claim(conn))
+    maintain(conn, "late")
+    assert value(conn, "SELECT status FROM howdah.live_jobs") == "pending"
+
+
+def test_8000_stale_jobs_are_recovered_in_steps_within_five_seconds(conn: Connection) -> None:
+    enqueue_bulk(conn, 8000)
+    jobs = claim(conn, 8000)
+    conn.execute(
+        "UPDATE howdah.live_jobs SET max_attempts = 1, started_at = now() WHERE seq % 2 = 0"
+    )
+    expire(conn, *jobs)
+    conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
+    conn.execute("SET statement_timeout = '1s'")
+    began = time.monotonic()
+    steps = 0
+    while True:
+        (step,) = rows(conn, "SELECT * FROM howdah.run_due_duty()")
+        assert (step.duty, step.error) == ("recover", None)
+        steps += 1
+        if not step.more:
+            break
+    took = time.monotonic() - began
+    assert value(conn, "SELECT count(*) FROM howdah.live_jobs WHERE status = 'claimed'") == 0
+    assert steps == 9
+    assert took < 5
