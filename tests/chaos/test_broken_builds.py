@@ -178,7 +178,7 @@ BUILDS = [
     Build(
         "the fence of a report", "P3", LateAcknowledgement,
         edits={"add_events": {
-            ":= lock_leased(p_ids, p_lease_ids)": ":= p_ids",
+            ":= lock_leased(p_ids, p_lease_ids, p_wait)": ":= p_ids",
             "ON j.id = e.id AND j.lease_id = e.lease_id": "ON j.id = e.id",
         }},
         worker="keep lost runs",

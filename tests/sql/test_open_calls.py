@@ -120,3 +120,23 @@ def test_nobody_waits_for_an_open_transaction_that_called(
     if name not in TAKES_THE_KEY:
         enqueue(conn, WORK | {"idempotency_key": "expired"})
         assert waits.count == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["complete_jobs", "fail_jobs", "release_jobs", "start_jobs", "stop_jobs", "add_events"]
+)
+def test_without_p_wait_a_locked_job_is_rejected_at_once_and_its_neighbour_accepted(
+    conn: Connection, connect: Connect, name: str
+) -> None:
+    enqueue(conn, *[WORK] * 2)
+    locked, neighbour = claim(conn, 2)
+    ids, lease_ids = fences([locked, neighbour])
+    caller = connect(autocommit=False)
+    caller.execute("SELECT FROM howdah.live_jobs WHERE id = %s FOR UPDATE", (locked.id,))
+    waits = Waits(conn)
+    call = CALLS[name].removesuffix(")") + ", p_wait => false)"
+    accepted = conn.execute(
+        f"SELECT * FROM howdah.{call}".encode(), {"ids": ids, "lease_ids": lease_ids}
+    )
+    assert accepted.fetchall() == [(neighbour.id,)]
+    assert waits.count == 0

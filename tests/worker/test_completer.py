@@ -51,7 +51,7 @@ async def test_a_stale_run_is_rejected_in_the_same_batch_as_the_newer_run_of_its
         completer.put(run, Completed(None))
         if job.claims == 1:
             assert conn.execute("SELECT howdah.recover_stale_jobs()").fetchone() == (1,)
-    writing = asyncio.gather(completer.run(), completer.run_locked(), completer.run_rejected())
+    writing = asyncio.gather(completer.run(), completer.run_rejected())
     async with asyncio.timeout(240):
         await completer.drain()
     writing.cancel()
@@ -83,7 +83,7 @@ async def test_the_second_try_to_complete_a_job_counts_as_its_own(
     heartbeat.add(run)
     proxy.cut(b"cut-here", executed=True, then=proxy.refuse)
     completer.put(run, Completed('"cut-here"'))
-    writing = asyncio.gather(completer.run(), completer.run_locked(), completer.run_rejected())
+    writing = asyncio.gather(completer.run(), completer.run_rejected())
     await eventually(
         lambda: "outcomes could not be written; retrying" in caplog.text, "the first try failed"
     )

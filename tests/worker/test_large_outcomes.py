@@ -66,7 +66,8 @@ async def completing_jobs(database: str, queue: JobQueue, count: int) -> AsyncIt
     runs = [Run(job.id, job.lease_id, job, None) for job in jobs]  # type: ignore[arg-type]
     for run in runs:
         heartbeat.add(run)
-    writing = [asyncio.create_task(work()) for work in (completer.run, completer.run_large)]
+    parts = (completer.run, completer.run_large, completer.run_rejected)
+    writing = [asyncio.create_task(work()) for work in parts]
     try:
         yield completer, runs, heartbeat
     finally:

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from howdah.database.backoff import FIRST_SECONDS, Backoff
+from howdah.database.backoff import Backoff
 from howdah.database.driver_errors import refused_id
 from howdah.database.service_task import ServiceTask
 from howdah.encoding.safe_logger import get_logger
@@ -37,7 +37,7 @@ MAINTENANCE_SECONDS = 2.0
 CLAIM_DUTIES_SECONDS = 0.5  # how long a claim waits for duties that have more to do
 DUTIES_SECONDS = 60.0
 # Between two attempts to acknowledge a job that another transaction has locked.
-LOCKED_MOST_SECONDS = 0.2
+LOCKED_FIRST_SECONDS, LOCKED_MOST_SECONDS = 0.02, 0.2
 
 logger = get_logger(__name__)
 
@@ -166,12 +166,12 @@ class AsyncBackend:
 
 class _Settling:
     """The next statement of an acknowledgement, and the delay before it: while another transaction has locked a job,
-    the statements are repeated, at most for the given seconds. Each of them waits for the lock up to a second."""
+    the statements are repeated, at most for the given seconds."""
 
     def __init__(self, steps: Steps, seconds: float) -> None:
         self._steps = steps
         self._deadline = time.monotonic() + seconds
-        self._backoff = Backoff(FIRST_SECONDS, LOCKED_MOST_SECONDS)
+        self._backoff = Backoff(LOCKED_FIRST_SECONDS, LOCKED_MOST_SECONDS)
         self.delay = 0.0
         self.answer: Any = None
         self.settled = Settled()

@@ -18,7 +18,7 @@ from howdah.encoding.safe_logger import get_logger
 from howdah.errors import DatabaseUnreachable
 from howdah.execution import fault_points
 from howdah.execution.repeated_lines import Outages, shape_of
-from howdah.execution.reports import FLUSH_SECONDS, Reports
+from howdah.execution.reports import FLUSH_SECONDS, URGENT_FLUSH_SECONDS, Reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 MAX_PERIOD_SECONDS = 10.0  # also with long leases: the beat shows that the worker is alive
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 2.0
 EXTENDED_RUNS = 2000  # in one statement, which is then far from its timeout
+LAST_FLUSH_SECONDS = 1.0
 CHECK_SECONDS = 1.0  # between two looks for a blocked event loop
 SUSPECT_SECONDS = 0.5  # a job that has run for this long is not suspected of killing the worker
 
@@ -104,7 +105,7 @@ class Heartbeat(Reports):
             self._wake.clear()
             self._try(self._release_unstarted)
             if self._stopping:
-                self._try(self.flush)
+                self._flush_at_stop()
             elif time.monotonic() >= self._flush_at:
                 # One statement, then perhaps a beat: no number of events may cost a lease.
                 self._flush_at = math.inf
@@ -120,6 +121,12 @@ class Heartbeat(Reports):
                 beat_at = time.monotonic() + (period if succeeded else backoff.next())
             if self._stopping:
                 return
+
+    def _flush_at_stop(self) -> None:
+        """Send the buffered reports. Those of a job that another transaction has locked are sent again for a while."""
+        deadline = time.monotonic() + LAST_FLUSH_SECONDS
+        while self._try(self.flush) and any(self._events) and time.monotonic() < deadline:
+            time.sleep(URGENT_FLUSH_SECONDS)
 
     def _try(self, step: Callable[[], object]) -> bool:
         # Flush and beat fail separately: a report that cannot be written must not cost a lease.

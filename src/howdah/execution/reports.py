@@ -232,12 +232,16 @@ class Reports:
         late = [each for each in rejected if each[0].completed_by_handler]
         unsent = [each for each in rejected if not each[0].completed_by_handler]
         unsent += self._add_events(self._statements.add_late_events, late)
-        return [
-            each
-            for each in unsent
-            # The row is locked, or the lease was lost and the next beat will abort the run.
-            if not each[0].finishing and each[0].abort_reason != "lost"
-        ]
+        if not unsent:
+            return []
+        # The row is locked, or the lease was lost and the next beat will abort the run.
+        runs = list({run for run, *_ in unsent})
+        held = set(
+            self._store.run(
+                self._statements.held_jobs([run.id for run in runs], [run.lease_id for run in runs])
+            )
+        )
+        return [each for each in unsent if (each[0].id, each[0].lease_id) in held]
 
     def _add_events(
         self, statement: Callable[..., Statement[list[UUID]]], events: list[ReportedEvent]

@@ -23,8 +23,8 @@ class Run(RunState):
 
     `started` and `buffered` are times of `time.monotonic`. A run is `finishing` from when the completer has
     its outcome, and `dirty` while reports of its handler are buffered. `size` is about how many bytes its
-    acknowledgement moves; it is `in_doubt` if an acknowledgement was sent and not answered. `last_event` is the
-    number of its last event, 0 if it has none."""
+    acknowledgement moves; it is `in_doubt` if an acknowledgement was sent and not answered, and was rejected
+    `rejections` times although its lease is held. `last_event` is the number of its last event, 0 if it has none."""
 
     id: UUID
     lease_id: UUID
@@ -35,6 +35,7 @@ class Run(RunState):
     dirty: bool = False
     size: int = 0
     in_doubt: bool = False
+    rejections: int = 0
     last_event: int = 0
     buffered: float = 0.0
     on_acknowledged: Callable[[], None] | None = None

@@ -2,7 +2,8 @@
 async client, and callers' connections, run these and nothing else.
 
 A statement and its SQL function have the same name. Placeholders are `$1`, so one text serves asyncpg and
-psycopg. Every parameter is cast, so no driver has to infer a type."""
+psycopg. Every parameter is cast, so no driver has to infer a type. No statement waits for a job that another
+transaction has locked: it is rejected, and `held_jobs` tells it from a lost one (decision 0004)."""
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ class Statements:
         """Complete jobs. Returns the ids that were accepted."""
         text = (
             f"SELECT * FROM {self._s}.complete_jobs($1::uuid[], $2::uuid[], $3::text[]::jsonb[], "
-            "$4::float8[], $5::boolean)"
+            "$4::float8[], $5::boolean, false)"
         )
         lists = (
             list(ids),
@@ -196,7 +197,7 @@ class Statements:
         return Statement(
             "fail_jobs",
             f"SELECT * FROM {self._s}.fail_jobs($1::uuid[], $2::uuid[], $3::text[], "
-            "$4::timestamptz[], $5::interval[], $6::float8[], $7::text[])",
+            "$4::timestamptz[], $5::interval[], $6::float8[], $7::text[], false)",
             (
                 list(ids),
                 list(lease_ids),
@@ -215,7 +216,7 @@ class Statements:
         """Release jobs without using an attempt."""
         return Statement(
             "release_jobs",
-            f"SELECT * FROM {self._s}.release_jobs($1::uuid[], $2::uuid[], $3::interval)",
+            f"SELECT * FROM {self._s}.release_jobs($1::uuid[], $2::uuid[], $3::interval, false)",
             (list(ids), list(lease_ids), delay),
             ids_of,
         )
@@ -240,7 +241,7 @@ class Statements:
         """Record that jobs were started."""
         return Statement(
             "start_jobs",
-            f"SELECT * FROM {self._s}.start_jobs($1::uuid[], $2::uuid[])",
+            f"SELECT * FROM {self._s}.start_jobs($1::uuid[], $2::uuid[], false)",
             (list(ids), list(lease_ids)),
             ids_of,
         )
@@ -285,7 +286,7 @@ class Statements:
         return Statement(
             "add_events",
             f"SELECT * FROM {self._s}.add_events($1::uuid[], $2::uuid[], $3::text[], "
-            "$4::text[]::jsonb[], $5::bigint[])",
+            "$4::text[]::jsonb[], $5::bigint[], false)",
             (
                 list(ids),
                 list(lease_ids),

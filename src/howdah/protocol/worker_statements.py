@@ -161,7 +161,7 @@ class WorkerStatements(Statements):
         """End claimed jobs as cancelled."""
         return Statement(
             "stop_jobs",
-            f"SELECT * FROM {self._s}.stop_jobs($1::uuid[], $2::uuid[], $3::text[])",
+            f"SELECT * FROM {self._s}.stop_jobs($1::uuid[], $2::uuid[], $3::text[], false)",
             (list(ids), list(lease_ids), list(reasons)),
             ids_of,
         )

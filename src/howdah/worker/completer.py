@@ -4,8 +4,8 @@ There is no timer: the outcomes that arrive while a statement runs form the next
 acknowledges immediately and a busy worker acknowledges hundreds at a time. A batch is bounded, and one that the
 server does not write in time is written in smaller ones (decision 0041). A batch that the database rejects is split
 until the bad outcome is alone. That job is then failed with the database's error; a failure or a cancellation is
-written with its text in ASCII instead. Outcomes that are not accepted are left to `rejected_outcomes.py`, which returns
-those whose lease was not lost (`run_locked`)."""
+written with its text in ASCII instead. No statement waits for a job that another transaction has locked. Outcomes that
+are not accepted are left to `rejected_outcomes.py`, which returns those whose lease was not lost."""
 
 from __future__ import annotations
 
@@ -86,10 +86,8 @@ class Completer:
         self._hooks = hooks
         self._throughput = throughput
         self._lines = heartbeat.lines
-        self._queue, self._large, self._locked = OutcomeQueue(), OutcomeQueue(), OutcomeQueue()
-        self._rejected = RejectedOutcomes(
-            store, statements, self._lines, self._locked.put_back, self._lose
-        )
+        self._queue, self._large = OutcomeQueue(), OutcomeQueue()
+        self._rejected = RejectedOutcomes(store, statements, self._lines, self._add, self._lose)
         self._unwritten: set[Run] = set()
         self._reporting: dict[Run, Outcome] = {}  # until their reports are written
         self._bytes = 0  # of the unwritten outcomes
@@ -159,10 +157,6 @@ class Completer:
     async def run_large(self) -> None:
         """Write large outcomes until cancelled."""
         await self._write_all(self._large)
-
-    async def run_locked(self) -> None:
-        """Write outcomes of jobs that another transaction had locked until cancelled."""
-        await self._write_all(self._locked)
 
     async def run_rejected(self) -> None:
         """Find out why outcomes were rejected until cancelled."""

@@ -1,13 +1,13 @@
 """Outcomes that the database rejected, until it is certain why.
 
 The lease was lost, or another transaction has locked the job: one that cancels it, say, and may still roll back. Then
-the outcome is written again until that transaction has ended, beside the other outcomes, which do not wait for it
-(decision 0004)."""
+the outcome is written again, with the next ones, until that transaction has ended (decision 0004)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from howdah.database.backoff import Backoff, jittered
@@ -27,22 +27,23 @@ logger = get_logger(__name__)
 
 Rejected: TypeAlias = "tuple[Run, Acknowledgement]"
 
-# Each attempt to write waits for the lock as well, up to a second. The lease may expire meanwhile: the heartbeats of a
-# locked job are recorded beside it, so recovery leaves it to this worker (decision 0004).
-PAUSE_SECONDS = 0.1
+# A heartbeat locks a job for milliseconds, an operator for as long as a transaction is open. The lease may expire
+# meanwhile: the heartbeats of a locked job are recorded beside it, so recovery leaves it to this worker.
+LOCKED_SECONDS, LOCKED_DOUBLINGS = 0.02, 5
+LOGGED_REJECTIONS = 3  # by then it is no heartbeat
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 2.0  # while the database cannot be asked
 
 
 class RejectedOutcomes:
-    """`write` receives the outcomes of jobs whose lease is still held, to be written again. `lose` receives those of
-    jobs whose lease was lost."""
+    """`write` receives each outcome of a job whose lease is still held, to be written again. `lose` receives those
+    of jobs whose lease was lost."""
 
     def __init__(
         self,
         store: AsyncStore,
         statements: WorkerStatements,
         lines: RepeatedLines,
-        write: Callable[[list[Rejected]], None],
+        write: Callable[[Run, Acknowledgement], None],
         lose: Callable[[list[Rejected]], None],
     ) -> None:
         self._store = store
@@ -50,11 +51,12 @@ class RejectedOutcomes:
         self._lines = lines
         self._write = write
         self._lose = lose
-        self._outcomes: dict[Run, Acknowledgement] = {}
+        self._outcomes: dict[Run, Acknowledgement] = {}  # until it is known why they were rejected
+        self._locked: dict[Run, Acknowledgement] = {}  # until they are written again
         self._arrived = asyncio.Event()
 
     def __contains__(self, run: object) -> bool:
-        return run in self._outcomes
+        return run in self._outcomes or run in self._locked
 
     def put(self, group: list[Rejected]) -> None:
         """Add outcomes that were rejected."""
@@ -68,23 +70,32 @@ class RejectedOutcomes:
             await self._arrived.wait()
             batch = list(self._outcomes.items())
             held = await self._ask([run for run, _ in batch])
-            self._pass_on([each for each in batch if _fence(each[0]) not in held], self._lose)
-            locked = [each for each in batch if _fence(each[0]) in held]
-            if locked:
-                self._lines.log(
-                    logger, logging.WARNING, "another transaction has locked jobs that have ended; retrying",
-                    kind="locked", fields={"jobs": len(locked), "job_id": str(locked[0][0].id)},
-                )  # fmt: skip
-                await asyncio.sleep(jittered(PAUSE_SECONDS))
-                self._pass_on(locked, self._write)
+            for run, _ in batch:
+                del self._outcomes[run]
+            if not self._outcomes:
+                self._arrived.clear()
+            self._lose([each for each in batch if _fence(each[0]) not in held])
+            self._write_later([each for each in batch if _fence(each[0]) in held])
 
-    def _pass_on(self, group: list[Rejected], to: Callable[[list[Rejected]], None]) -> None:
+    def _write_later(self, group: list[Rejected]) -> None:
+        """Write outcomes of locked jobs again, each after its own delay: one that a heartbeat has locked does not wait as
+        long as one that an operator has."""
+        if any(run.rejections >= LOGGED_REJECTIONS for run, _ in group):
+            self._lines.log(
+                logger, logging.WARNING, "another transaction has locked jobs that have ended; retrying",
+                kind="locked", fields={"jobs": len(group), "job_id": str(group[0][0].id)},
+            )  # fmt: skip
+        self._locked.update(group)
+        delays: dict[float, list[Run]] = defaultdict(list)
         for run, _ in group:
-            del self._outcomes[run]
-        if not self._outcomes:
-            self._arrived.clear()
-        if group:
-            to(group)
+            delays[LOCKED_SECONDS * 2 ** min(run.rejections, LOCKED_DOUBLINGS)].append(run)
+            run.rejections += 1
+        for seconds, runs in delays.items():
+            asyncio.get_running_loop().call_later(jittered(seconds), self._write_again, runs)
+
+    def _write_again(self, runs: list[Run]) -> None:
+        for run in runs:
+            self._write(run, self._locked.pop(run))
 
     async def _ask(self, runs: list[Run]) -> set[tuple[UUID, UUID]]:
         """The fences of the runs whose lease was not lost."""

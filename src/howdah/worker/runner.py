@@ -291,7 +291,6 @@ class Worker:
         services = [
             serve("completer", completer.run),
             serve("completer-large", completer.run_large),
-            serve("completer-locked", completer.run_locked),
             serve("completer-rejected", completer.run_rejected),
             serve(
                 "maintenance",

@@ -4,17 +4,20 @@ suspect runs only after its start was written, and suspects run one at a time (d
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from howdah.database.backoff import Backoff
 from howdah.database.driver_errors import DATABASE_ERRORS
 from howdah.execution import fault_points
 from howdah.execution.heartbeat import SUSPECT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from uuid import UUID
 
     from howdah.database.async_store import AsyncStore
     from howdah.execution.run import Run
+    from howdah.protocol.statements import Statement
     from howdah.protocol.worker_statements import WorkerStatements
 
 
@@ -43,19 +46,27 @@ class Suspects:
         So the next suspect starts only after this one was acknowledged or has run for `SUSPECT_SECONDS`: if
         this one kills the process, no other suspect loses an attempt. A single crash makes no job a suspect:
         a worker may have thousands of jobs in flight when it crashes, and nearly all are harmless."""
-        await self._one_at_a_time.acquire()
-        run.on_acknowledged = _once(self._one_at_a_time.release)
-        is_claimed = await self._write_start(run)
-        asyncio.get_running_loop().call_later(SUSPECT_SECONDS, _clear, run)
-        return is_claimed
+        backoff = Backoff()
+        while True:
+            await self._one_at_a_time.acquire()
+            run.on_acknowledged = _once(self._one_at_a_time.release)
+            if await self._run(self._statements.start_jobs, run):
+                fault_points.reach("after-start")
+                asyncio.get_running_loop().call_later(SUSPECT_SECONDS, _clear, run)
+                return True
+            if not await self._run(self._statements.held_jobs, run):
+                return False
+            # Another transaction has locked the job. Other suspects may start meanwhile.
+            run.on_acknowledged()
+            await asyncio.sleep(backoff.next())
 
-    async def _write_start(self, run: Run) -> bool:
+    async def _run(
+        self, statement: Callable[[list[UUID], list[UUID]], Statement[list[Any]]], run: Run
+    ) -> bool:
         try:
-            accepted = await self._store.run(self._statements.start_jobs([run.id], [run.lease_id]))
+            return bool(await self._store.run(statement([run.id], [run.lease_id])))
         except DATABASE_ERRORS as error:
             raise StartNotWritten(str(error)) from error
-        fault_points.reach("after-start")
-        return bool(accepted)
 
 
 def _clear(run: Run) -> None:

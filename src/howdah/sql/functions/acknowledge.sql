@@ -4,7 +4,7 @@
 -- one accepted end per job (P2); every write carries its fence, the lease_id of its claim, and a stale
 -- fence changes no row (P3); attempts never exceed max_attempts (P4). A function returns the ids it
 -- accepted; a missing id was rejected, because its lease was lost or another transaction has locked it:
--- held_jobs tells which.
+-- held_jobs tells which. With p_wait false a function waits for no other transaction.
 --
 -- Every join to live_jobs also has `id = ANY (ids)`, and only hash joins are allowed; whatever the caller or
 -- the session forbids, one join method is (a plan without one costs 1e10, and a server with LLVM compiles
@@ -14,11 +14,10 @@
 -- are those of the entry points, for the functions that they call too: each costs a microsecond or two per call.
 
 -- Locks the jobs whose fence is still valid. Returns their ids at the caller's positions, NULL for a
--- rejected one. Rows locked by others are first skipped, then waited for, at most one second or a quarter of
--- statement_timeout, which would end the statement for the whole batch: a heartbeat
--- releases its lock at once, a handler that completes the job in its own transaction may not, and the other
--- jobs of the batch must not wait for it (decision 0004).
-CREATE OR REPLACE FUNCTION lock_leased(p_ids uuid[], p_lease_ids uuid[]) RETURNS uuid[]
+-- rejected one. Rows locked by others are skipped. With p_wait they are then waited for, at most one second or a
+-- quarter of statement_timeout, which would end the statement for the whole batch: a heartbeat releases its lock
+-- at once, a handler that completes the job in its own transaction may not (decision 0004).
+CREATE OR REPLACE FUNCTION lock_leased(p_ids uuid[], p_lease_ids uuid[], p_wait boolean) RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT SET lock_timeout = '1s'
 AS $$
@@ -40,25 +39,27 @@ BEGIN
     IF cardinality(v_locked) = cardinality(p_ids) THEN
         RETURN p_ids;
     END IF;
-    v_timeout := nullif(current_setting('statement_timeout'), '0')::interval;
-    IF v_timeout < interval '4 seconds' THEN  -- until the end of this function, which has its own setting
-        PERFORM set_config('lock_timeout', ceil(extract(epoch FROM v_timeout) * 250)::text, true);
-    END IF;
-    BEGIN
-        PERFORM j.id
-        FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-        JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
-        WHERE j.id = ANY (p_ids)
-        ORDER BY j.id
-        FOR UPDATE OF j;
-        v_locked := ARRAY (
-            SELECT j.id
+    IF p_wait THEN
+        v_timeout := nullif(current_setting('statement_timeout'), '0')::interval;
+        IF v_timeout < interval '4 seconds' THEN  -- until the end of this function, which has its own setting
+            PERFORM set_config('lock_timeout', ceil(extract(epoch FROM v_timeout) * 250)::text, true);
+        END IF;
+        BEGIN
+            PERFORM j.id
             FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
             JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
-            WHERE j.id = ANY (p_ids));
-    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
-        NULL;  -- still locked: rejected; held_jobs still returns it, and the caller tries again
-    END;
+            WHERE j.id = ANY (p_ids)
+            ORDER BY j.id
+            FOR UPDATE OF j;
+            v_locked := ARRAY (
+                SELECT j.id
+                FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
+                JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
+                WHERE j.id = ANY (p_ids));
+        EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+            NULL;  -- still locked: rejected; held_jobs still returns it, and the caller tries again
+        END;
+    END IF;
     RETURN ARRAY (
         SELECT CASE WHEN a.holds AND a.first THEN a.id END
         FROM (SELECT u.id, u.n, j.id IS NOT NULL AS holds,
@@ -162,14 +163,15 @@ CREATE OR REPLACE FUNCTION complete_jobs(
     p_lease_ids uuid[],
     p_results jsonb[] DEFAULT NULL,
     p_elapsed float8[] DEFAULT NULL,
-    p_again boolean DEFAULT false)
+    p_again boolean DEFAULT false,
+    p_wait boolean DEFAULT true)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
 AS $$
 DECLARE
-    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);
+    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
 BEGIN
     PERFORM finish_jobs(v_accepted, 'completed', p_results, NULL, p_elapsed);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m WHERE m IS NOT NULL;
@@ -192,7 +194,8 @@ CREATE OR REPLACE FUNCTION fail_jobs(
     p_retry_at timestamptz[] DEFAULT NULL,
     p_retry_in interval[] DEFAULT NULL,
     p_elapsed float8[] DEFAULT NULL,
-    p_tracebacks text[] DEFAULT NULL)
+    p_tracebacks text[] DEFAULT NULL,
+    p_wait boolean DEFAULT true)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
@@ -200,7 +203,7 @@ SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SE
 SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
-    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);
+    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
     v_now timestamptz := clock_timestamp();
     v_failed uuid[];
     v_cancelled uuid[];
@@ -261,7 +264,8 @@ END $$;
 
 -- Releases jobs: they are pending again, after p_delay, and the attempt does not count. A job whose
 -- cancellation was requested ends as cancelled instead.
-CREATE OR REPLACE FUNCTION release_jobs(p_ids uuid[], p_lease_ids uuid[], p_delay interval DEFAULT '0')
+CREATE OR REPLACE FUNCTION release_jobs(
+    p_ids uuid[], p_lease_ids uuid[], p_delay interval DEFAULT '0', p_wait boolean DEFAULT true)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
@@ -271,7 +275,7 @@ DECLARE
     v_accepted uuid[];
 BEGIN
     PERFORM validate_duration('p_delay', p_delay);
-    v_accepted := array_remove(lock_leased(p_ids, p_lease_ids), NULL);
+    v_accepted := array_remove(lock_leased(p_ids, p_lease_ids, p_wait), NULL);
     PERFORM requeue_jobs(v_accepted, 'release', NULL, p_delay);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m;
 END $$;
@@ -337,14 +341,15 @@ BEGIN
 END $$;
 
 -- Ends claimed jobs as cancelled: their handlers were stopped, or requested it.
-CREATE OR REPLACE FUNCTION stop_jobs(p_ids uuid[], p_lease_ids uuid[], p_reasons text[] DEFAULT NULL)
+CREATE OR REPLACE FUNCTION stop_jobs(
+    p_ids uuid[], p_lease_ids uuid[], p_reasons text[] DEFAULT NULL, p_wait boolean DEFAULT true)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
 AS $$
 DECLARE
-    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);
+    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
 BEGIN
     PERFORM finish_jobs(v_accepted, 'cancelled', NULL, p_reasons);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m WHERE m IS NOT NULL;

@@ -62,7 +62,8 @@ END $$;
 
 -- Records that jobs started. A worker calls this before it runs a job whose earlier claims ended without a
 -- trace, so that a job that kills its worker uses up its attempts (decision 0020).
-CREATE OR REPLACE FUNCTION start_jobs(p_ids uuid[], p_lease_ids uuid[]) RETURNS SETOF uuid
+CREATE OR REPLACE FUNCTION start_jobs(p_ids uuid[], p_lease_ids uuid[], p_wait boolean DEFAULT true)
+RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
@@ -72,7 +73,7 @@ BEGIN
     RETURN QUERY
     UPDATE live_jobs AS j
     SET started_at = coalesce(j.started_at, clock_timestamp())
-    FROM unnest(lock_leased(p_ids, p_lease_ids)) AS a (id)
+    FROM unnest(lock_leased(p_ids, p_lease_ids, p_wait)) AS a (id)
     WHERE j.id = a.id AND j.id = ANY (p_ids)
     RETURNING j.id;
 END $$;
@@ -132,7 +133,12 @@ RETURN p_number IS NULL OR p_last IS NULL OR p_number >> 32 <> p_last >> 32 OR p
 -- Appends events to the durable event stream of claimed jobs; an id may appear more than once. The row locks of
 -- the jobs keep the statements of a run apart.
 CREATE OR REPLACE FUNCTION add_events(
-    p_ids uuid[], p_lease_ids uuid[], p_kinds text[], p_datas jsonb[], p_numbers bigint[] DEFAULT NULL)
+    p_ids uuid[],
+    p_lease_ids uuid[],
+    p_kinds text[],
+    p_datas jsonb[],
+    p_numbers bigint[] DEFAULT NULL,
+    p_wait boolean DEFAULT true)
 RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
@@ -140,7 +146,7 @@ SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SE
 SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
-    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids);
+    v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
 BEGIN
     WITH new AS MATERIALIZED (
         SELECT j.id, j.attempts, live_events_day(j.created_at, j.keep) AS day, e.kind, e.data, e.number, e.n
