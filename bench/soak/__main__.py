@@ -25,7 +25,7 @@ from bench.services import Postgres
 from bench.soak import report
 from bench.soak.counts import wrong_counts
 from bench.soak.curves import Curve, curves, only_counts
-from bench.soak.load import LOADS, scaled
+from bench.soak.load import EXECUTOR_KINDS, LOADS, scaled
 from bench.soak.samples import Sample, Sampler
 from howdah import JobQueue
 
@@ -48,6 +48,7 @@ MIN_PHASE_SECONDS = 45.0
 WORKERS = 2
 PRODUCERS = 2
 START_TIMEOUT_SECONDS = 60.0
+WARM_TIMEOUT_SECONDS = 30.0
 DRAIN_TIMEOUT_SECONDS = 120.0
 STOP_TIMEOUT_SECONDS = 90.0
 DOCS = Path(__file__).parents[2] / "docs"
@@ -95,6 +96,7 @@ class Soak:
                 conn.execute("CREATE EXTENSION pg_stat_statements")
             try:
                 self._start(url)
+                self._wait_until_warm(url)
                 began = self._sample_phases(postgres)
                 self._finish(url)
             finally:
@@ -151,6 +153,23 @@ class Soak:
                 if time.monotonic() > deadline or child.process.poll() is not None:
                     raise RuntimeError(f"{child.name} did not start: {child.tail()}")
                 time.sleep(0.05)
+
+    def _wait_until_warm(self, url: str) -> None:
+        """Wait until each worker has run a job in each executor, so that its pools, threads and processes are there: they
+        are no leak. A busy worker may leave the few jobs of a kind to the other one, so this wait has a limit."""
+        kinds = EXECUTOR_KINDS & LOADS[self.load].keys()
+        types = [f"soak.{kind}" for kind in kinds]
+        deadline = time.monotonic() + WARM_TIMEOUT_SECONDS
+        with psycopg.connect(url, autocommit=True) as conn:
+            while time.monotonic() < deadline:
+                ((warm,),) = conn.execute(
+                    "SELECT count(DISTINCT (worker_id, job_type)) FROM howdah.finished_jobs "
+                    "WHERE job_type = ANY (%s) AND status = 'completed'",
+                    (types,),
+                ).fetchall()
+                if warm >= WORKERS * len(types):
+                    return
+                time.sleep(0.2)
 
     def _counts_file(self, number: int) -> Path:
         return self.home / f"producer-{number}.json"

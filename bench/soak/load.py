@@ -32,6 +32,8 @@ SINGLES = {"single": 1000.0, "no_op": 20.0}
 """Claims of one job at a time, and a few jobs for the workers, which do the maintenance."""
 LOADS = {"mixed": MIXED, "single": SINGLES}
 
+EXECUTOR_KINDS = {"no_op", "threaded", "in_process"}
+"""A kind for each executor of a worker."""
 UNKEPT = ("gone", "gone_flaky")
 """Kinds that leave no row."""
 FINAL = {"doomed": "failed", "cancelled": "cancelled"}
