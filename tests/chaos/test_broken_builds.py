@@ -38,6 +38,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE / "servers"))
 from bare_scenarios import BareKillers  # noqa: E402
 from operator_scenarios import OpenCancels  # noqa: E402
+from outage_scenarios import LongOutages  # noqa: E402
 
 START_TIMEOUT_SECONDS = 30.0
 SCENARIO = ""
@@ -227,6 +228,13 @@ BUILDS = [
         # So that recovery comes before the next heartbeat.
         script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
         load=Load(seconds=14, rate=60, workers=2, lease=2, drain_timeout=25, backlog=100),
+    ),
+    Build(
+        "the excuse for missed heartbeats", SCENARIO, LongOutages,
+        edits={"is_recovery_overdue": {"'00:00:03'": "'03:00:00'"}},
+        # So that recovery comes before the next heartbeat.
+        script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
+        load=Load(seconds=16, rate=60, workers=2, lease=2, drain_timeout=25, backlog=100),
     ),
     Build("the caller's transaction", "P5", producer=True),
     Build(

@@ -266,3 +266,121 @@ def test_8000_stale_jobs_are_recovered_in_steps_within_five_seconds(conn: Connec
     assert value(conn, "SELECT count(*) FROM howdah.live_jobs WHERE status = 'claimed'") == 0
     assert steps == 9
     assert took < 5
+
+
+# ── missed heartbeats (decision 0042) ─────────────────────────────────────────────────────────────────
+
+
+def pass_time(conn: Connection, seconds: float) -> None:
+    """What a server shows that was away for so long, or whose clock stepped forward."""
+    conn.execute(
+        "UPDATE howdah.maintenance SET due_at = due_at - make_interval(secs => %(s)s), "
+        "last_run_at = last_run_at - make_interval(secs => %(s)s), "
+        "reached = reached - make_interval(secs => %(s)s)",
+        {"s": seconds},
+    )
+    conn.execute(
+        "UPDATE howdah.live_jobs SET lease_expires_at = lease_expires_at - make_interval(secs => %s)",
+        (seconds,),
+    )
+
+
+def register(conn: Connection, worker: str) -> None:
+    conn.execute("SELECT howdah.register_worker(%s, 'host', 1, '{default}', '{work}')", (worker,))
+
+
+def recover(conn: Connection) -> None:
+    """The duties `late` and `recover`, in the worse order."""
+    conn.execute("SELECT howdah.run_duty('late')")
+    assert not [
+        row.error for row in rows(conn, "SELECT * FROM howdah.run_maintenance()") if row.error
+    ]
+
+
+def is_expired(conn: Connection, job_id: Any) -> bool:
+    return bool(
+        value(
+            conn,
+            "SELECT lease_expires_at < clock_timestamp() FROM howdah.jobs WHERE id = %s",
+            job_id,
+        )
+    )
+
+
+def test_a_worker_that_beats_when_the_server_is_back_keeps_its_jobs(
+    conn: Connection, connect: Connect
+) -> None:
+    register(conn, "worker")
+    listener = connect()
+    listener.execute('LISTEN "howdah:cancel"')
+    enqueue(conn, WORK | {"max_attempts": 1})
+    (job,) = claim(conn, 1, worker="worker", started=True)
+    maintain(conn)
+    pass_time(conn, 3600)
+    recover(conn)
+    assert status(conn, job.id) == "running"
+    assert [each.payload for each in listener.notifies(timeout=10, stop_after=1)] == [
+        f'["{job.id}"]'
+    ]
+    answers = rows(conn, "SELECT * FROM howdah.extend_jobs(%s, %s)", [job.id], [job.lease_id])
+    assert [answer.extended for answer in answers] == [True]
+    pass_time(conn, 20)  # the duties were away again, and the lease has not expired
+    recover(conn)
+    assert status(conn, job.id) == "running"
+
+
+def test_a_worker_that_does_not_beat_when_the_server_is_back_loses_its_jobs_within_seconds(
+    conn: Connection,
+) -> None:
+    register(conn, "worker")
+    enqueue(conn, WORK)
+    (job,) = claim(conn, 1, worker="worker", started=True)
+    maintain(conn)
+    pass_time(conn, 3600)
+    recover(conn)
+    wait_until(lambda: is_expired(conn, job.id), "the lease expired again")
+    conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp() WHERE duty = 'recover'")
+    recover(conn)
+    assert status(conn, job.id) == "pending"
+
+
+def test_a_lease_is_excused_once_although_recovery_runs_rarely(conn: Connection) -> None:
+    """As with SQL callers whose only maintenance is a cron job: it is always overdue."""
+    register(conn, "worker")
+    enqueue(conn, WORK)
+    (job,) = claim(conn, 1, worker="worker", started=True)
+    maintain(conn)
+    pass_time(conn, 3600)
+    recover(conn)
+    wait_until(lambda: is_expired(conn, job.id), "the lease expired again")
+    conn.execute(
+        "UPDATE howdah.maintenance SET due_at = clock_timestamp() - interval '1 minute' "
+        "WHERE duty = 'recover'"
+    )
+    recover(conn)
+    assert status(conn, job.id) == "pending"
+
+
+def test_jobs_of_a_bare_loop_are_recovered_although_recovery_is_overdue(conn: Connection) -> None:
+    """It sends no heartbeats, so it has missed none."""
+    enqueue(conn, WORK)
+    (job,) = claim(conn, 1, started=True)
+    maintain(conn)
+    pass_time(conn, 3600)
+    recover(conn)
+    assert status(conn, job.id) == "pending"
+
+
+def test_an_overdue_recovery_whose_row_is_held_recovers_and_excuses_nothing(
+    conn: Connection, connect: Connect
+) -> None:
+    """It could not remember what it has excused, and would excuse it again in every run."""
+    register(conn, "worker")
+    enqueue(conn, WORK)
+    (job,) = claim(conn, 1, worker="worker", started=True)
+    maintain(conn)
+    pass_time(conn, 3600)
+    holder = connect(autocommit=False)
+    holder.execute("SELECT FROM howdah.maintenance WHERE duty = 'recover' FOR UPDATE")
+    recover(conn)
+    assert status(conn, job.id) == "pending"

@@ -12,6 +12,7 @@ from bare_scenarios import BareKillers
 from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
 from clock_scenarios import ServerClock
 from operator_scenarios import OpenCancels
+from outage_scenarios import LongOutages
 from server_scenarios import (
     DiskFull,
     FailOver,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 SCENARIOS: list[Scenario] = [
     FailOver(), FailOverByName(), FailOverWithLoss(), Neighbours(), CutCommits(), RollingUpgrade(),
-    Stalls(), StrictSettings(), Refusals(), BareKillers(), OpenCancels(),
+    Stalls(), StrictSettings(), Refusals(), BareKillers(), OpenCancels(), LongOutages(),
 ]  # fmt: skip
 MISSING: dict[str, str] = {}
 """The scenarios that cannot run here, by name, and why."""

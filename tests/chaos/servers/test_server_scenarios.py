@@ -14,6 +14,7 @@ from client_scenarios import CutCommits, RollingUpgrade, Stalls, WrongClocks
 from clock_scenarios import ServerClock
 from commit_cuts import CALLS
 from operator_scenarios import OpenCancels
+from outage_scenarios import LongOutages
 from server_scenarios import (
     DiskFull,
     FailOver,
@@ -165,3 +166,9 @@ def test_jobs_of_a_cancellation_that_stays_open_and_rolls_back_run_once(
     run_scenario: RunScenario,
 ) -> None:
     assert_kept(run_scenario(OpenCancels()), OpenCancels.name)
+
+
+def test_jobs_of_healthy_workers_run_once_although_the_server_is_away_for_longer_than_the_lease(
+    run_scenario: RunScenario,
+) -> None:
+    assert_kept(run_scenario(LongOutages()), LongOutages.name)

@@ -1,4 +1,4 @@
-"""A server whose own processes are stopped: it answers nothing, and no connection is cut."""
+"""A server that answers nothing for a while: its processes are stopped, or it is shut down."""
 
 from __future__ import annotations
 
@@ -79,3 +79,23 @@ def test_a_worker_goes_on_after_the_processes_of_the_server_were_stopped(
         until(lambda: all_ended(conn), "all jobs ended")
     worker.send(signal.SIGTERM)
     assert worker.wait() == 0, worker.log.read_text()
+
+
+def test_an_outage_that_is_longer_than_the_lease_costs_healthy_workers_no_job(
+    own_server: EmbeddedServer, own_queue: JobQueue, children: Children
+) -> None:
+    """Two workers: each runs the duties when the server is back, before or after the heartbeat of the other."""
+    own_queue.pending()
+    for _ in range(2):
+        children.start(FAULT_APP_LEASE="2").ready()
+    kinds = ["nap", "thread_nap", "process_nap"] * 2
+    for kind in kinds:
+        own_queue.enqueue(kind, {"seconds": 12}, max_attempts=1)
+    until(lambda: len(children.ledger("start")) == len(kinds), "the jobs started")
+    own_server.stop()
+    time.sleep(7)  # the fault itself
+    own_server.start()
+    with psycopg.connect(own_server.url, autocommit=True) as conn:
+        until(lambda: all_ended(conn), "all jobs ended")
+        assert statuses(conn) == {"completed": len(kinds)}
+    assert len(children.ledger("start")) == len(kinds)

@@ -1,7 +1,8 @@
 -- Recover stale jobs: claimed jobs whose lease expired because the worker crashed or lost its connection.
 --
 -- Promises: work resumes by itself within the lease + 5 s (P9), a job whose attempts are used up ends as
--- failed (P4), and a job that cannot be recovered does not keep the others (P8). requeue_jobs in
+-- failed (P4), and a job that cannot be recovered does not keep the others (P8). A worker that could not reach the server
+-- keeps its jobs if it beats soon after the server is back (decision 0042). requeue_jobs in
 -- acknowledge.sql decides between requeueing and ending. Recovery needs no lane.
 --
 -- Every search goes through the index on lease_expires_at, from a time on: while a transaction elsewhere
@@ -117,6 +118,55 @@ BEGIN
     RETURN v_error;
 END $$;
 
+-- Whether the duty `recover` should have run some seconds ago: the server was away or unreachable, its clock has stepped
+-- forward, or no process that runs duties was there. Workers may have had no chance to send heartbeats meanwhile.
+CREATE OR REPLACE FUNCTION is_recovery_overdue(p_now timestamptz) RETURNS boolean
+LANGUAGE sql STABLE SET search_path FROM CURRENT
+RETURN EXISTS (
+    SELECT FROM maintenance AS m
+    WHERE m.duty = 'recover' AND isfinite(m.due_at) AND m.due_at < p_now - interval '3 seconds');
+
+-- If the recovery is overdue, extends the leases that expired meanwhile by three seconds, if registered workers hold
+-- them, and asks the workers for a heartbeat. A lease is extended so only once, also if recovery runs rarely: p_excused is the
+-- time that the previous call set. Returns that of this call. While another transaction holds the row of the duty, nothing
+-- could be remembered, and nothing is extended (decision 0042).
+CREATE OR REPLACE FUNCTION excuse_missed_heartbeats(
+    p_from timestamptz, p_now timestamptz, p_excused timestamptz)
+RETURNS timestamptz
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
+SET plan_cache_mode = force_generic_plan
+AS $$
+DECLARE
+    v_until timestamptz := p_now + interval '3 seconds';
+    v_ids uuid[];
+BEGIN
+    IF NOT is_recovery_overdue(p_now) THEN
+        RETURN p_excused;
+    END IF;
+    PERFORM FROM maintenance AS m WHERE m.duty = 'recover' FOR NO KEY UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        RETURN p_excused;
+    END IF;
+    v_ids := ARRAY (
+        SELECT j.id
+        FROM live_jobs AS j
+        WHERE j.status = 'claimed'
+          AND j.lease_expires_at BETWEEN p_from AND p_now
+          AND j.lease_expires_at IS DISTINCT FROM p_excused
+          AND EXISTS (SELECT FROM workers AS w WHERE w.worker_id = j.worker_id)
+        ORDER BY j.lease_expires_at
+        FOR NO KEY UPDATE OF j SKIP LOCKED);
+    UPDATE live_jobs AS j SET lease_expires_at = v_until WHERE j.id = ANY (v_ids);
+    PERFORM notify_cancellation(v_ids);
+    UPDATE maintenance AS m
+    SET state = m.state || jsonb_build_object('excused', v_until)
+    WHERE m.duty = 'recover';
+    RETURN v_until;
+END $$;
+
 -- The duty `recover`. It starts where the previous run ended: leases are set to expire in the future, so
 -- that run handled what had expired by then. It keeps the ids of expired jobs that were locked, and tries
 -- them again by id. Leases that were committed after they expired are left to recover_late.
@@ -131,13 +181,16 @@ DECLARE
     v_started timestamptz := snapshot_time();
     v_from timestamptz;
     v_locked uuid[];
+    v_excused timestamptz;
     v_stale uuid[];
 BEGIN
     SELECT CASE WHEN m.reached <= v_started THEN m.reached ELSE '-infinity' END,  -- the clock went back
-           ARRAY (SELECT e::uuid FROM jsonb_array_elements_text(m.state -> 'locked') AS e)
-    INTO v_from, v_locked
+           ARRAY (SELECT e::uuid FROM jsonb_array_elements_text(m.state -> 'locked') AS e),
+           (m.state ->> 'excused')::timestamptz
+    INTO v_from, v_locked, v_excused
     FROM maintenance AS m
     WHERE m.duty = 'recover';
+    v_excused := excuse_missed_heartbeats(v_from, v_started, v_excused);
     v_stale := lock_stale_jobs(NULL, p_limit, v_from, v_started, v_locked);
     problem := recover_jobs(v_stale);
     more := cardinality(v_stale) >= p_limit;
@@ -153,7 +206,8 @@ BEGIN
           AND j.id <> ALL (v_locked)
         ORDER BY j.lease_expires_at
         LIMIT 1000);
-    PERFORM remember('recover', v_started - head_margin(), jsonb_build_object('locked', v_locked[:1000]));
+    PERFORM remember('recover', v_started - head_margin(),
+                     jsonb_build_object('locked', v_locked[:1000], 'excused', v_excused));
 END $$;
 
 -- The duty `late`: searches again for leases that `recover` cannot have seen, because their transaction
@@ -177,6 +231,9 @@ BEGIN
     more := false;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RETURN;  -- its snapshot does not show what the transactions that have ended have written
+    END IF;
+    IF is_recovery_overdue(v_started) THEN
+        RETURN;  -- `recover` comes first: it excuses missed heartbeats
     END IF;
     SELECT coalesce((m.state ->> 'since')::timestamptz, '-infinity'), coalesce(m.state -> 'writers', '{}')
     INTO v_since, v_noted
