@@ -28,27 +28,34 @@ CLAIMS = (
 )
 
 
-def _work(url: str, schema: str, started: int) -> None:
+def _work(url: str, schema: str, started: int, types: int) -> None:
     app = App(url, schema=schema)
 
     @app.task
     async def note() -> None:
         os.write(started, struct.pack("d", time.monotonic()))
 
+    async def nothing() -> None:
+        pass
+
+    for number in range(1, types):
+        app.task(name=f"type {number}")(nothing)
     asyncio.run(Worker(app, concurrency=4).run())
 
 
-def _fork(url: str, schema: str, started: int) -> int:
+def fork_worker(url: str, schema: str, started: int, types: int = 1) -> int:
+    """Start a worker with this number of job types. The task `note` writes the time of its start."""
     pid = os.fork()
     if pid == 0:
         try:
-            _work(url, schema, started)
+            _work(url, schema, started, types)
         finally:
             os._exit(0)
     return pid
 
 
-def _cpu_seconds(pids: list[int]) -> float:
+def cpu_seconds(pids: list[int]) -> float:
+    """The CPU time of these processes."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -56,11 +63,12 @@ def _cpu_seconds(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _backends(conn: psycopg.Connection[tuple[int]]) -> list[int]:
+def backends(conn: psycopg.Connection[tuple[int]]) -> list[int]:
+    """The process ids of the server's sessions."""
     return [pid for (pid,) in conn.execute("SELECT pid FROM pg_stat_activity")]
 
 
-def _start_one_by_one(queue: JobQueue, reading: int, jobs: int) -> list[float]:
+def start_one_by_one(queue: JobQueue, reading: int, jobs: int) -> list[float]:
     """The seconds from each call to the start of its job."""
     late = []
     for _ in range(jobs):
@@ -80,19 +88,19 @@ def measure(server: EmbeddedServer, name: str, workers: int) -> str:
     queue = JobQueue(url, schema=name)
     queue.pending()
     reading, writing = os.pipe()
-    pids = [_fork(url, name, writing) for _ in range(workers)]
+    pids = [fork_worker(url, name, writing) for _ in range(workers)]
     conn = psycopg.connect(url, autocommit=True)
     try:
         idle = f"SELECT count(*) FROM {name}.workers WHERE idle"
         while conn.execute(idle).fetchone() != (workers,):
             time.sleep(0.2)
         time.sleep(7)  # the first polls after a start are quick
-        _start_one_by_one(queue, reading, 8 * workers)  # every session has its plans afterwards
-        measured = [*pids, *_backends(conn)]
-        cpu, claims = _cpu_seconds(measured), _claims(conn)
-        late = _start_one_by_one(queue, reading, JOBS)
+        start_one_by_one(queue, reading, 8 * workers)  # every session has its plans afterwards
+        measured = [*pids, *backends(conn)]
+        cpu, claims = cpu_seconds(measured), _claims(conn)
+        late = start_one_by_one(queue, reading, JOBS)
         time.sleep(1.5)  # the statistics of functions arrive late
-        cpu, claims = _cpu_seconds(measured) - cpu, _claims(conn) - claims
+        cpu, claims = cpu_seconds(measured) - cpu, _claims(conn) - claims
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGTERM)

@@ -33,10 +33,13 @@ class Statements:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = "claim") -> None:
         self.count = 0
+        self.job_types: list[list[str]] = []  # of each claim
         statement = getattr(WorkerStatements, name)
 
         def counted(*given: Any) -> Any:
             self.count += 1
+            if name == "claim":
+                self.job_types.append(given[2])
             return statement(*given)
 
         monkeypatch.setattr(WorkerStatements, name, counted)
@@ -120,6 +123,35 @@ async def test_one_job_at_a_time_takes_few_claims_on_a_fleet_of_idle_workers(
             await waiting.all(FLEET)
         # One claim finds the job, and one finds that there is no other. If all workers answered: 210.
         assert claims.count - before <= 30
+
+
+@pytest.mark.usefixtures("hourly")
+@pytest.mark.parametrize("count", [fetcher.MANY_TYPES - 1, fetcher.MANY_TYPES])
+async def test_an_idle_worker_with_many_types_first_claims_those_that_it_was_woken_for(
+    app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+) -> None:
+    """And then all, before it waits again."""
+    claims, waiting = Statements(monkeypatch), Waiting(monkeypatch)
+
+    async def nothing() -> None:
+        pass
+
+    for n in range(count):
+        app.task(name=f"type {n}")(nothing)
+    async with running(running_worker, app, 1):
+        await idle(conn, 1)
+        await waiting.all(1)
+        claims.job_types.clear()
+        await app.aqueue.enqueue("type 7")
+        await eventually(lambda: ended(conn, "type 7") == 1)
+        await waiting.all(1)
+        first, *others = map(len, claims.job_types)
+        assert first == (1 if count == fetcher.MANY_TYPES else count)
+        assert others[-1] == count
 
 
 @pytest.mark.usefixtures("hourly")

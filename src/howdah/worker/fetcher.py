@@ -49,6 +49,7 @@ CLAIM_RETRY_SECONDS, MAX_CLAIM_RETRY_SECONDS = 0.1, 1.0
 EXTEND_POLL_SECONDS = 0.05
 # A second worker answers a due time after this time, a third after twice as long, and so on.
 SECOND_WORKER_SECONDS = 0.1
+MANY_TYPES = 50  # a claim of all of them takes longer than one of the types that were notified
 DUE_STEP_SECONDS = 0.005  # due times of notifications are rounded up to this
 
 
@@ -88,6 +89,9 @@ class Fetcher:
         self._woken = False  # the wait was ended by something other than its timer
         # The types that it was woken for and that no claim since has found less of than it asked for.
         self._unanswered: set[str] = set()
+        self._notified: set[str] = (
+            set()
+        )  # the types that notifications have named since the last claim
         # The types of which the lane's head may have passed a job, because its enqueue took long to commit.
         self._late: set[str] = set()
         self._due_timers: dict[int, asyncio.TimerHandle] = {}
@@ -147,8 +151,9 @@ class Fetcher:
         self._due_timers.pop(step, None)
         self._wake_to_claim(self._due_types.pop(step))
 
-    def _wake_to_claim(self, job_types: Iterable[str]) -> None:
-        self._unanswered.update(job_types)
+    def _wake_to_claim(self, job_types: set[str]) -> None:
+        self._unanswered |= job_types
+        self._notified |= job_types
         self.wake()
 
     def wake(self) -> None:
@@ -185,7 +190,9 @@ class Fetcher:
 
     async def _claim_or_wait(self) -> None:
         demands = self._slots.demand()
-        found = await self._claim_all(demands) if demands else 0
+        found = await self._claim_notified(demands)
+        if not found and demands:
+            found = await self._claim_all(demands)
         await self._pass_on()
         if found:
             self._full_since = None
@@ -196,6 +203,18 @@ class Fetcher:
             await self._wait_for_work()
         else:
             await self._wait_for_demand()  # every slot has a job, perhaps a long one
+
+    async def _claim_notified(self, demands: list[list[Demand]]) -> int:
+        """Claim what an idle worker with many types was woken for: a claim checks each lane of its types. A claim of
+        all types follows before the next wait."""
+        types, self._notified = self._notified, set()
+        if len(self._job_types) < MANY_TYPES or not 0 < len(types) < len(self._job_types) / 4:
+            return 0
+        found = 0
+        for first, *_ in demands:
+            if named := [name for name in first.job_types if name in types]:
+                found += await self._claim(first.batch_size, named)
+        return found
 
     async def _claim_all(self, demands: list[list[Demand]]) -> int:
         """Claim for every executor that has room. With several, the first claim is for all of them together: an

@@ -53,8 +53,7 @@ BEGIN
         PERFORM refuse_two_phase_commit();
     END IF;
     IF cardinality(p_job_types) > 20 THEN
-        -- Each lane would search the array linearly: with many types, use an object as a hash table.
-        v_types := (SELECT jsonb_object_agg(t, 1) FROM unnest(p_job_types) AS t);
+        v_types := hash_types(p_job_types);
     END IF;
     FOR v_lane IN
         SELECT l.queue, l.job_type, l.priority, l.head_at, first.run_at AS first_seen, first.suspect
@@ -131,6 +130,11 @@ BEGIN
         EXIT WHEN v_left = 0;
     END LOOP;
 END $$;
+
+-- An object as a hash table, for many job types: each lane would search an array linearly.
+CREATE OR REPLACE FUNCTION hash_types(p_job_types text[]) RETURNS jsonb
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN (SELECT jsonb_object_agg(t, 1) FROM unnest(p_job_types) AS t);
 
 -- Locks the first due job of a lane that no other transaction has locked. Returns its id if it is a suspect.
 CREATE OR REPLACE FUNCTION lock_suspect(

@@ -125,6 +125,7 @@ SET plan_cache_mode = force_generic_plan SET jit = off
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
+    v_types jsonb := CASE WHEN cardinality(p_job_types) > 20 THEN hash_types(p_job_types) END;
 BEGIN
     IF current_setting('max_prepared_transactions') <> '0' THEN
         PERFORM refuse_two_phase_commit();
@@ -150,7 +151,8 @@ BEGIN
                    ORDER BY j.run_at, j.id
                    LIMIT 10) AS j) AS due
          WHERE l.queue = ANY (p_queues)
-           AND (p_job_types IS NULL OR l.job_type = ANY (p_job_types))
+           AND (p_job_types IS NULL
+                OR CASE WHEN v_types IS NULL THEN l.job_type = ANY (p_job_types) ELSE v_types ? l.job_type END)
            AND due.jobs > 0),
         left(p_worker_id, 100));
 END $$;
@@ -174,6 +176,7 @@ AS $$
 DECLARE
     v_queue text;
     v_job_type text;
+    v_types jsonb := CASE WHEN cardinality(p_job_types) > 20 THEN hash_types(p_job_types) END;
 BEGIN
     -- Jobs that became due in the last 100 ms are included: the claim before may have missed them.
     SELECT l.queue, l.job_type, first.run_at INTO v_queue, v_job_type, due_at
@@ -189,7 +192,8 @@ BEGIN
         ORDER BY j.run_at, j.id
         LIMIT 1) AS first
     WHERE l.queue = ANY (p_queues)
-      AND (p_job_types IS NULL OR l.job_type = ANY (p_job_types))
+      AND (p_job_types IS NULL
+           OR CASE WHEN v_types IS NULL THEN l.job_type = ANY (p_job_types) ELSE v_types ? l.job_type END)
     ORDER BY first.run_at
     LIMIT 1;
     now := clock_timestamp();
