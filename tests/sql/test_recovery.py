@@ -285,8 +285,15 @@ def pass_time(conn: Connection, seconds: float) -> None:
     )
 
 
-def register(conn: Connection, worker: str) -> None:
-    conn.execute("SELECT howdah.register_worker(%s, 'host', 1, '{default}', '{work}')", (worker,))
+def claim_before_outage(conn: Connection, *, registered: bool = True) -> Any:
+    """A job that was started before the server was away for an hour, by a worker or in a bare loop."""
+    if registered:
+        conn.execute("SELECT howdah.register_worker('worker', 'host', 1, '{default}', '{work}')")
+    enqueue(conn, WORK | {"max_attempts": 2})
+    (job,) = claim(conn, 1, worker="worker", started=True)
+    maintain(conn)
+    pass_time(conn, 3600)
+    return job
 
 
 def recover(conn: Connection) -> None:
@@ -310,13 +317,9 @@ def is_expired(conn: Connection, job_id: Any) -> bool:
 def test_a_worker_that_beats_when_the_server_is_back_keeps_its_jobs(
     conn: Connection, connect: Connect
 ) -> None:
-    register(conn, "worker")
     listener = connect()
     listener.execute('LISTEN "howdah:cancel"')
-    enqueue(conn, WORK | {"max_attempts": 1})
-    (job,) = claim(conn, 1, worker="worker", started=True)
-    maintain(conn)
-    pass_time(conn, 3600)
+    job = claim_before_outage(conn)
     recover(conn)
     assert status(conn, job.id) == "running"
     assert [each.payload for each in listener.notifies(timeout=10, stop_after=1)] == [
@@ -332,11 +335,7 @@ def test_a_worker_that_beats_when_the_server_is_back_keeps_its_jobs(
 def test_a_worker_that_does_not_beat_when_the_server_is_back_loses_its_jobs_within_seconds(
     conn: Connection,
 ) -> None:
-    register(conn, "worker")
-    enqueue(conn, WORK)
-    (job,) = claim(conn, 1, worker="worker", started=True)
-    maintain(conn)
-    pass_time(conn, 3600)
+    job = claim_before_outage(conn)
     recover(conn)
     wait_until(lambda: is_expired(conn, job.id), "the lease expired again")
     conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp() WHERE duty = 'recover'")
@@ -346,11 +345,7 @@ def test_a_worker_that_does_not_beat_when_the_server_is_back_loses_its_jobs_with
 
 def test_a_lease_is_excused_once_although_recovery_runs_rarely(conn: Connection) -> None:
     """As with SQL callers whose only maintenance is a cron job: it is always overdue."""
-    register(conn, "worker")
-    enqueue(conn, WORK)
-    (job,) = claim(conn, 1, worker="worker", started=True)
-    maintain(conn)
-    pass_time(conn, 3600)
+    job = claim_before_outage(conn)
     recover(conn)
     wait_until(lambda: is_expired(conn, job.id), "the lease expired again")
     conn.execute(
@@ -363,10 +358,7 @@ def test_a_lease_is_excused_once_although_recovery_runs_rarely(conn: Connection)
 
 def test_jobs_of_a_bare_loop_are_recovered_although_recovery_is_overdue(conn: Connection) -> None:
     """It sends no heartbeats, so it has missed none."""
-    enqueue(conn, WORK)
-    (job,) = claim(conn, 1, started=True)
-    maintain(conn)
-    pass_time(conn, 3600)
+    job = claim_before_outage(conn, registered=False)
     recover(conn)
     assert status(conn, job.id) == "pending"
 
@@ -375,11 +367,7 @@ def test_an_overdue_recovery_whose_row_is_held_recovers_and_excuses_nothing(
     conn: Connection, connect: Connect
 ) -> None:
     """It could not remember what it has excused, and would excuse it again in every run."""
-    register(conn, "worker")
-    enqueue(conn, WORK)
-    (job,) = claim(conn, 1, worker="worker", started=True)
-    maintain(conn)
-    pass_time(conn, 3600)
+    job = claim_before_outage(conn)
     holder = connect(autocommit=False)
     holder.execute("SELECT FROM howdah.maintenance WHERE duty = 'recover' FOR UPDATE")
     recover(conn)
