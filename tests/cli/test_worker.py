@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 
 from children import HERE, Child, Children, all_ended, is_alive, offspring, until
 from howdah.cli import main
+from howdah.worker import garbage_collector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +86,22 @@ def test_concurrency_and_queues_limit_what_runs(
     messages = [entry["message"] for entry in worker.entries()]
     assert messages[0] == "worker started"
     assert messages[-2:] == ["worker stopping", "worker stopped"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_tuned"),
+    [((), True), (("--processes", "2"), True), (("--gc", "default"), False),
+     (("--gc", "default", "--processes", "2"), False)],
+)  # fmt: skip
+def test_the_garbage_collector_is_tuned_unless_it_is_switched_off(
+    children: Children, queue: JobQueue, options: tuple[str, ...], is_tuned: bool
+) -> None:
+    children.start(*options)
+    handle = queue.enqueue("collector")
+    until(lambda: queue.get(handle.id).status == "completed", "the job ended")
+    *thresholds, frozen = queue.get(handle.id).result
+    assert (tuple(thresholds) == garbage_collector.THRESHOLDS) is is_tuned
+    assert (frozen > 10_000) is is_tuned
 
 
 def test_several_processes_are_restarted_and_stopped_together(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -70,6 +71,12 @@ async def nap(ctx: Context, seconds: float = 0.0) -> None:
     write("start", ctx.id, ctx.attempt)
     await asyncio.sleep(seconds)
     write("effect", ctx.id, ctx.attempt)
+
+
+@app.task
+async def collector() -> list[int]:
+    """The thresholds of the garbage collector, and how many objects it never visits."""
+    return [*gc.get_threshold(), gc.get_freeze_count()]
 
 
 @app.task(max_attempts=5)

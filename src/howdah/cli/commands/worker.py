@@ -20,7 +20,7 @@ from howdah.cli.load import load_app
 from howdah.cli.supervisor import Supervisor, stop_signals, stop_with_supervisor
 from howdah.encoding.safe_logger import get_logger
 from howdah.errors import HowdahError
-from howdah.worker import Worker
+from howdah.worker import Worker, garbage_collector
 from howdah.worker.event_loop import run_to_end
 from howdah.worker.executor_slots import SlotTask
 from howdah.worker.health import serve_health
@@ -67,6 +67,8 @@ EXIT_SECONDS = 3.0  # from the end of the worker to the end of its process
 )
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info",
               show_default=True, help="The least severe level to log.")  # fmt: skip
+@click.option("--gc", "collector", type=click.Choice(["tuned", "default"]), default="tuned", show_default=True,
+              help="How often Python searches for cyclic garbage: rarely, or as by default.")  # fmt: skip
 def worker_command(
     app_name: str,
     concurrency: int,
@@ -78,6 +80,7 @@ def worker_command(
     health_host: str,
     log_json: bool,
     log_level: str,
+    collector: str,
 ) -> None:
     """Run the tasks of an app, named as MODULE:APP.
 
@@ -94,7 +97,7 @@ def worker_command(
         if not reload:
             load_app(app_name)  # report a wrong name once, here, not from each restarted child
         common = ["worker", app_name, "--concurrency", str(concurrency), "--grace", str(grace)]
-        common += ["--log-level", log_level]
+        common += ["--log-level", log_level, "--gc", collector]
         common += ["--queues", ",".join(names)] if names else []
         common += ["--log-json"] if log_json else []
         commands = [
@@ -103,6 +106,8 @@ def worker_command(
         ]
         raise SystemExit(Supervisor(commands, reload=reload, grace=grace).run())
     app = load_app(app_name)
+    if collector == "tuned":
+        garbage_collector.tune()
     worker = Worker(app, queues=names, concurrency=concurrency, grace=grace)
     worker.set_up_process = set_up
     worker.lifespans.on_stuck = functools.partial(_exit_now, 1)
