@@ -19,12 +19,16 @@ import pytest
 import tasks_module
 from databases import Databases, SharedDatabase
 from howdah import App, AsyncJobQueue, JobQueue, Worker
+from howdah.database.async_store import AsyncStore
+from howdah.database.store import Store
 from howdah.embedded import EmbeddedServer
 from proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
+
+    from howdah.protocol.statements import Statement
 
 # `make smoke` runs the test of the README without Hypothesis.
 with contextlib.suppress(ModuleNotFoundError):
@@ -180,6 +184,25 @@ def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
     proxy = Proxy(server.socket_directory / ".s.PGSQL.5432")
     yield proxy
     proxy.close()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations of the statements that stores of this process send."""
+    operations: list[str] = []
+    run, run_async = Store.run, AsyncStore.run
+
+    def noted(self: Store, statement: Statement[Any], conn: Any = None) -> Any:
+        operations.append(statement.operation)
+        return run(self, statement, conn)
+
+    async def noted_async(self: AsyncStore, statement: Statement[Any], conn: Any = None) -> Any:
+        operations.append(statement.operation)
+        return await run_async(self, statement, conn)
+
+    monkeypatch.setattr(Store, "run", noted)
+    monkeypatch.setattr(AsyncStore, "run", noted_async)
+    return operations
 
 
 class RunWorker(Protocol):

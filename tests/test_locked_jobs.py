@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from blocking import BlockingAsyncJobQueue
-from howdah import Context, JobLocked, JobQueue, LeaseLost
-from howdah.database.async_store import AsyncStore
-from howdah.database.store import Store
+from howdah import JobLocked, JobQueue, LeaseLost
 from howdah.worker.rejected_outcomes import LOGGED_REJECTIONS
 from waiting import ended, eventually, until
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
     from conftest import RunWorker
     from howdah import App, Job
-    from howdah.protocol.statements import Statement
+    from proxy import Proxy
 
     Connect = Callable[..., psycopg.Connection[Any]]
 
@@ -41,41 +39,14 @@ ACKNOWLEDGEMENTS: dict[str, Callable[[Any, Job], None]] = {
     "event": lambda queue, job: queue.event(job, "note"),
 }
 STATES = {"complete": "completed", "fail": "failed", "release": "pending", "event": "claimed"}
-LOCK_WAITS = (
-    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
-    "AND wait_event_type = 'Lock'"
-)
-
-
-@pytest.fixture
-def rejections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each time that a client asked why an acknowledgement was rejected."""
-    asked: list[str] = []
-    run, run_async = Store.run, AsyncStore.run
-
-    def note(statement: Statement[Any]) -> None:
-        if statement.operation == "held_jobs":
-            asked.append(statement.operation)
-
-    def noted(self: Store, statement: Statement[Any], conn: Any = None) -> Any:
-        note(statement)
-        return run(self, statement, conn)
-
-    async def noted_async(self: AsyncStore, statement: Statement[Any], conn: Any = None) -> Any:
-        note(statement)
-        return await run_async(self, statement, conn)
-
-    monkeypatch.setattr(Store, "run", noted)
-    monkeypatch.setattr(AsyncStore, "run", noted_async)
-    return asked
 
 
 @pytest.fixture(params=[JobQueue, BlockingAsyncJobQueue], ids=["sync", "async"])
 def make_queue(request: pytest.FixtureRequest, database: str) -> Iterator[Callable[..., Any]]:
     queues = []
 
-    def make(**options: Any) -> Any:
-        queues.append(request.param(database, **options))
+    def make(url: str = database, **options: Any) -> Any:
+        queues.append(request.param(url, **options))
         return queues[-1]
 
     yield make
@@ -111,7 +82,7 @@ def test_held_jobs_tells_a_locked_job_from_a_lost_one(connect: Connect, how: str
 @pytest.mark.parametrize("name", ACKNOWLEDGEMENTS)
 @pytest.mark.parametrize("how", OPERATIONS)
 def test_an_acknowledgement_waits_for_a_transaction_that_rolls_back(
-    make_queue: Callable[..., Any], connect: Connect, rejections: list[str], how: str, name: str
+    make_queue: Callable[..., Any], connect: Connect, sent: list[str], how: str, name: str
 ) -> None:
     queue = make_queue()
     queue.enqueue("work", max_attempts=1)
@@ -119,7 +90,7 @@ def test_an_acknowledgement_waits_for_a_transaction_that_rolls_back(
     operator = lock(connect, job.id, how)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ACKNOWLEDGEMENTS[name], queue, job)
-        until(lambda: len(rejections) >= 2, "it was rejected twice")
+        until(lambda: sent.count("held_jobs") >= 2, "it was rejected twice")
         operator.rollback()
         answer.result(60)
     assert queue.get(job.id).status == STATES[name]
@@ -127,7 +98,7 @@ def test_an_acknowledgement_waits_for_a_transaction_that_rolls_back(
 
 @pytest.mark.parametrize("name", ACKNOWLEDGEMENTS)
 def test_an_acknowledgement_is_lost_when_the_other_transaction_took_the_job(
-    make_queue: Callable[..., Any], connect: Connect, rejections: list[str], name: str
+    make_queue: Callable[..., Any], connect: Connect, sent: list[str], name: str
 ) -> None:
     queue = make_queue()
     queue.enqueue("work")
@@ -135,7 +106,7 @@ def test_an_acknowledgement_is_lost_when_the_other_transaction_took_the_job(
     operator = lock(connect, job.id, "takeover_jobs")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ACKNOWLEDGEMENTS[name], queue, job)
-        until(lambda: bool(rejections), "it was rejected")
+        until(lambda: "held_jobs" in sent, "it was rejected")
         operator.commit()
         with pytest.raises(LeaseLost):
             answer.result(60)
@@ -166,7 +137,7 @@ async def test_a_worker_writes_an_outcome_when_the_transaction_that_locked_the_j
     app: App,
     running_worker: RunWorker,
     connect: Connect,
-    rejections: list[str],
+    sent: list[str],
     how: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -186,7 +157,7 @@ async def test_a_worker_writes_an_outcome_when_the_transaction_that_locked_the_j
         await eventually(lambda: runs == [0], "it runs")
         operator = lock(connect, handle.id, how)
         may_end.set()
-        await eventually(lambda: len(rejections) > LOGGED_REJECTIONS, "it was rejected")
+        await eventually(lambda: sent.count("held_jobs") > LOGGED_REJECTIONS, "it was rejected")
         assert (await ended(await work.aenqueue(1))).status == "completed"
         assert (await handle.ajob()).status != "completed"
         operator.rollback()
@@ -196,85 +167,8 @@ async def test_a_worker_writes_an_outcome_when_the_transaction_that_locked_the_j
     assert "another transaction has locked jobs that have ended" in caplog.text
 
 
-async def test_a_worker_waits_for_no_lock_while_an_operator_holds_jobs_that_report_and_end(
-    app: App, running_worker: RunWorker, connect: Connect, rejections: list[str]
-) -> None:
-    """Their events are kept, and neither these nor their outcomes delay the reports and outcomes of the others."""
-    may_end = asyncio.Event()
-    started: list[int] = []
-
-    @app.task(max_attempts=1)
-    async def work(ctx: Context, n: int, held: bool) -> int:
-        started.append(n)
-        if held:
-            await may_end.wait()
-        ctx.event("ended", {"n": n})
-        return n
-
-    conn, waits = connect(), 0
-    async with running_worker(app, concurrency=10):
-        held = [await work.aenqueue(n, True) for n in range(5)]
-        await eventually(lambda: len(started) == 5, "they run")
-        operator = connect(autocommit=False)
-        operator.execute(
-            "SELECT FROM howdah.live_jobs WHERE id = ANY (%s) FOR UPDATE", ([h.id for h in held],)
-        )
-        may_end.set()
-        await eventually(lambda: len(rejections) >= 2, "they were rejected")
-        for n in range(10):
-            handle = await work.aenqueue(5 + n, False)
-            while (await handle.ajob()).status != "completed":
-                waits += (conn.execute(LOCK_WAITS).fetchone() or (0,))[0]
-        operator.rollback()
-        jobs = [await ended(each) for each in held]
-    assert waits == 0
-    assert [job.result for job in jobs] == list(range(5))
-    assert [job.events_count for job in jobs] == [1] * 5
-
-
-async def test_a_suspect_that_an_operator_has_locked_starts_later_and_delays_no_other(
-    app: App, running_worker: RunWorker, connect: Connect, rejections: list[str]
-) -> None:
-    ran: list[int] = []
-
-    @app.task(max_attempts=1)
-    async def work(n: int) -> int:
-        ran.append(n)
-        return n
-
-    conn = connect()
-    handles = [await work.aenqueue(n) for n in range(2)]
-    conn.execute("UPDATE howdah.live_jobs SET claims = 3")
-    operator = connect(autocommit=False)
-    locked = threading.Event()
-
-    def lock_first(statement: Statement[Any]) -> None:
-        """Between the claim of the first suspect and the write of its start."""
-        if statement.operation == "start_jobs" and not locked.is_set():
-            operator.execute(
-                "SELECT FROM howdah.live_jobs WHERE id = %s FOR UPDATE", (handles[0].id,)
-            )
-            locked.set()
-
-    run_async = AsyncStore.run
-
-    async def run(self: AsyncStore, statement: Statement[Any], conn: Any = None) -> Any:
-        lock_first(statement)
-        return await run_async(self, statement, conn)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AsyncStore, "run", run)
-        async with running_worker(app):
-            assert (await ended(handles[1])).status == "completed"
-            await eventually(lambda: len(rejections) >= 2, "the first was rejected")
-            assert ran == [1]
-            operator.rollback()
-            assert (await ended(handles[0])).status == "completed"
-    assert ran == [1, 0]
-
-
 async def test_a_lease_that_expired_while_the_job_was_locked_does_not_cost_the_outcome(
-    app: App, running_worker: RunWorker, connect: Connect, rejections: list[str]
+    app: App, running_worker: RunWorker, connect: Connect, sent: list[str]
 ) -> None:
     """Recovery runs all the time, and would end the job as failed."""
     may_end = threading.Event()
@@ -293,17 +187,17 @@ async def test_a_lease_that_expired_while_the_job_was_locked_does_not_cost_the_o
         conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
         operator = lock(connect, handle.id)
         may_end.set()
-        await eventually(lambda: bool(rejections), "it was rejected")
+        await eventually(lambda: "held_jobs" in sent, "it was rejected")
         assert conn.execute("SELECT howdah.recover_stale_jobs()").fetchone() == (0,)
-        count = len(rejections)
-        await eventually(lambda: len(rejections) > count, "it was rejected again")
+        count = sent.count("held_jobs")
+        await eventually(lambda: sent.count("held_jobs") > count, "it was rejected again")
         operator.rollback()
         job = await ended(handle)
     assert (job.status, job.result) == ("completed", "result")
 
 
 def test_a_task_that_runs_here_waits_for_the_transaction_that_locked_its_job(
-    sync_app: App, connect: Connect, rejections: list[str]
+    sync_app: App, connect: Connect, sent: list[str]
 ) -> None:
     operators: list[psycopg.Connection[Any]] = []
 
@@ -316,6 +210,40 @@ def test_a_task_that_runs_here_waits_for_the_transaction_that_locked_its_job(
 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(work.run)
-        until(lambda: bool(rejections), "it was rejected")
+        until(lambda: "held_jobs" in sent, "it was rejected")
         operators[0].rollback()
         assert answer.result(60) == "result"
+
+
+def test_a_completion_whose_first_send_is_still_running_counts_as_its_own(
+    make_queue: Callable[..., Any],
+    connect: Connect,
+    proxy: Proxy,
+    database: str,
+    sent: list[str],
+) -> None:
+    """The connection broke, and the server goes on with the statement: it holds the lock, and commits."""
+    conn = connect()
+    conn.execute(
+        "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN PERFORM pg_advisory_xact_lock(1); RETURN NEW; END';"
+        "CREATE TRIGGER wait BEFORE INSERT ON howdah.finished_jobs FOR EACH ROW EXECUTE FUNCTION wait()"
+    )
+    holder = connect(autocommit=False)
+    holder.execute("SELECT pg_advisory_xact_lock(1)")
+    queue = make_queue(url=proxy.url(conn.info.dbname))
+    queue.enqueue("work")
+    (job,) = queue.claim("work")
+    waits = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+        "AND wait_event_type = 'Lock'"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(queue.complete, job, "result")
+        until(lambda: conn.execute(waits).fetchone() == (1,), "the first send waits")
+        proxy.refuse()
+        proxy.accept()
+        until(lambda: "held_jobs" in sent, "the second send was rejected")
+        holder.rollback()
+        answer.result(60)
+    assert queue.get(job.id).result == "result"

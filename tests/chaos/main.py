@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from howdah.chaos.history import History
 
-FULL_RUN_SECONDS = 1200.0
+FULL_RUN_SECONDS = 1320.0
 OVERHEAD_SECONDS = 12.0
 """What a run takes besides its load: starting workers, waiting for the last job, checking."""
 MINIMUMS = {"jobs": 100_000, "worker kills": 200, "server kills": 20, "pauses": 100}

@@ -283,12 +283,21 @@ def pass_time(conn: Connection, seconds: float) -> None:
         "UPDATE howdah.live_jobs SET lease_expires_at = lease_expires_at - make_interval(secs => %s)",
         (seconds,),
     )
+    conn.execute(
+        "UPDATE howdah.extended_leases SET written_at = written_at - make_interval(secs => %(s)s), "
+        "expires_at = expires_at - make_interval(secs => %(s)s)",
+        {"s": seconds},
+    )
+
+
+def register(conn: Connection) -> None:
+    conn.execute("SELECT howdah.register_worker('worker', 'host', 1, '{default}', '{work}')")
 
 
 def claim_before_outage(conn: Connection, *, registered: bool = True) -> Any:
     """A job that was started before the server was away for an hour, by a worker or in a bare loop."""
     if registered:
-        conn.execute("SELECT howdah.register_worker('worker', 'host', 1, '{default}', '{work}')")
+        register(conn)
     enqueue(conn, WORK | {"max_attempts": 2})
     (job,) = claim(conn, 1, worker="worker", started=True)
     maintain(conn)
@@ -304,14 +313,9 @@ def recover(conn: Connection) -> None:
     ]
 
 
-def is_expired(conn: Connection, job_id: Any) -> bool:
-    return bool(
-        value(
-            conn,
-            "SELECT lease_expires_at < clock_timestamp() FROM howdah.jobs WHERE id = %s",
-            job_id,
-        )
-    )
+def outlast_excuse(conn: Connection) -> None:
+    """The three seconds of the excuse have passed, and no heartbeat has come."""
+    conn.execute("UPDATE howdah.extended_leases SET expires_at = clock_timestamp() WHERE is_excuse")
 
 
 def test_a_worker_that_beats_when_the_server_is_back_keeps_its_jobs(
@@ -337,7 +341,7 @@ def test_a_worker_that_does_not_beat_when_the_server_is_back_loses_its_jobs_with
 ) -> None:
     job = claim_before_outage(conn)
     recover(conn)
-    wait_until(lambda: is_expired(conn, job.id), "the lease expired again")
+    outlast_excuse(conn)
     conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp() WHERE duty = 'recover'")
     recover(conn)
     assert status(conn, job.id) == "pending"
@@ -347,7 +351,7 @@ def test_a_lease_is_excused_once_although_recovery_runs_rarely(conn: Connection)
     """As with SQL callers whose only maintenance is a cron job: it is always overdue."""
     job = claim_before_outage(conn)
     recover(conn)
-    wait_until(lambda: is_expired(conn, job.id), "the lease expired again")
+    outlast_excuse(conn)
     conn.execute(
         "UPDATE howdah.maintenance SET due_at = clock_timestamp() - interval '1 minute' "
         "WHERE duty = 'recover'"
@@ -363,12 +367,93 @@ def test_jobs_of_a_bare_loop_are_recovered_although_recovery_is_overdue(conn: Co
     assert status(conn, job.id) == "pending"
 
 
-def test_an_overdue_recovery_whose_row_is_held_recovers_and_excuses_nothing(
+@pytest.mark.parametrize("duty", ["recover", "late"])
+def test_a_second_run_that_comes_before_the_first_has_excused_recovers_nothing(
+    conn: Connection, connect: Connect, duty: str
+) -> None:
+    """After an outage every worker runs the duties at once. The first has locked the row of its duty."""
+    job = claim_before_outage(conn)
+    first = connect(autocommit=False)
+    first.execute("SELECT FROM howdah.maintenance WHERE duty = %s FOR NO KEY UPDATE", (duty,))
+    recover(conn)
+    first.execute("SELECT howdah.run_step(%s)", (duty,))
+    first.commit()
+    assert status(conn, job.id) == "running"
+    assert value(conn, "SELECT count(*) FROM howdah.extended_leases") >= 1
+
+
+def test_an_overdue_recovery_whose_row_stays_held_excuses_once_and_recovers(
     conn: Connection, connect: Connect
 ) -> None:
-    """It could not remember what it has excused, and would excuse it again in every run."""
     job = claim_before_outage(conn)
     holder = connect(autocommit=False)
     holder.execute("SELECT FROM howdah.maintenance WHERE duty = 'recover' FOR UPDATE")
+    for _ in range(2):
+        recover(conn)
+        assert status(conn, job.id) == "running"
+    outlast_excuse(conn)
     recover(conn)
+    assert status(conn, job.id) == "pending"
+
+
+def test_a_job_that_was_locked_past_its_lease_before_the_outage_is_excused(
+    conn: Connection, connect: Connect
+) -> None:
+    """The heartbeats of its worker were recorded beside it, and the outage ended the transaction that held the lock."""
+    register(conn)
+    enqueue(conn, WORK | {"max_attempts": 1})
+    (job,) = claim(conn, 1, worker="worker", started=True)
+    maintain(conn)
+    expire(conn, job)
+    operator = connect(autocommit=False)
+    operator.execute("SELECT FROM howdah.live_jobs WHERE id = %s FOR UPDATE", (job.id,))
+    conn.execute("SELECT howdah.extend_jobs(%s, %s)", ([job.id], [job.lease_id]))
+    maintain(conn)
+    operator.rollback()
+    pass_time(conn, 3600)
+    recover(conn)
+    assert status(conn, job.id) == "running"
+
+
+def test_a_lease_is_excused_again_after_a_heartbeat(conn: Connection) -> None:
+    job = claim_before_outage(conn)
+    for _ in range(2):
+        recover(conn)
+        outlast_excuse(conn)
+        conn.execute("SELECT howdah.extend_jobs(%s, %s)", ([job.id], [job.lease_id]))
+        pass_time(conn, 3600)
+    recover(conn)
+    assert status(conn, job.id) == "running"
+
+
+def test_a_fleet_that_was_killed_with_many_jobs_is_recovered_after_the_excuse(
+    conn: Connection,
+) -> None:
+    """More than the duty keeps by id. Its only maintenance is a cron job."""
+    register(conn)
+    enqueue_bulk(conn, 2500)
+    for _ in range(3):
+        claim(conn, 1000, worker="worker", started=True)
+    maintain(conn)
+    pass_time(conn, 3600)
+    recover(conn)
+    claimed = "SELECT count(*) FROM howdah.live_jobs WHERE status = 'claimed'"
+    assert value(conn, claimed) == 2500
+    pass_time(conn, 60)
+    conn.execute("UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty = 'late'")
+    recover(conn)
+    assert value(conn, claimed) == 0
+
+
+def test_late_runs_while_the_row_of_recover_is_held(conn: Connection, connect: Connect) -> None:
+    """A claim that commits after its lease has expired, and after `recover` has passed that time."""
+    enqueue(conn, WORK)
+    maintain(conn)
+    slow = connect(autocommit=False)
+    (job,) = claim(slow, 1, started=True, lease="1 millisecond")
+    conn.execute("UPDATE howdah.maintenance SET reached = clock_timestamp() WHERE duty = 'recover'")
+    holder = connect(autocommit=False)
+    holder.execute("SELECT FROM howdah.maintenance WHERE duty = 'recover' FOR UPDATE")
+    slow.commit()
+    conn.execute("SELECT howdah.run_duty('late')")
     assert status(conn, job.id) == "pending"

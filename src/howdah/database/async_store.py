@@ -20,7 +20,7 @@ from howdah.database.driver_errors import (
     raise_translated,
     seconds_left,
 )
-from howdah.database.loop_pool import LoopPool
+from howdah.database.loop_pool import LoopPool, release
 from howdah.database.own_thread import run_in_own_thread
 from howdah.database.retry_loop import (
     COMMAND_TIMEOUT_SECONDS,
@@ -170,7 +170,7 @@ class AsyncStore:
                     await here.expire(pool)
             elif isinstance(error, asyncio.CancelledError) and self._settings.is_own_pool:
                 conn.terminate()  # a release would wait for an answer that may never come
-            await pool.release(conn)
+            await release(pool, conn)
             raise
         await here.release(pool, conn, is_own=pool is not self._database)
         return [statement.decode(answer) for statement, answer in rows]
@@ -273,7 +273,7 @@ async def _acquire(pool: asyncpg.Pool, deadline: float) -> AsyncIterator[Any]:
         conn.terminate()  # releasing it would wait for its answer
         raise
     finally:
-        await pool.release(conn)
+        await release(pool, conn)
 
 
 async def _is_pooler(url: str, deadline: float) -> bool:

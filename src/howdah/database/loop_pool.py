@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import asyncpg
+import asyncpg
 
 KEPT_CONNECTIONS = 2  # a worker has a claim and an acknowledgement in flight at once
 KEPT_SECONDS = 300.0  # after this, a firewall or proxy may have dropped an idle connection
+
+
+async def release(pool: asyncpg.Pool, conn: Any) -> None:
+    """`pool.release`. asyncpg has released a connection that breaks at the same time, and refuses to do it twice."""
+    with contextlib.suppress(asyncpg.InternalClientError):
+        await pool.release(conn)
 
 
 class LoopPool:
@@ -29,7 +35,7 @@ class LoopPool:
             if not conn.is_closed() and time.monotonic() - since < KEPT_SECONDS:
                 return conn
             conn.terminate()
-            await pool.release(conn)
+            await release(pool, conn)
         self._acquiring += 1
         try:
             return await pool.acquire(timeout=timeout)
@@ -42,12 +48,12 @@ class LoopPool:
         if is_free and len(self.kept) < KEPT_CONNECTIONS:
             self.kept.append((time.monotonic(), conn))
         else:
-            await pool.release(conn)
+            await release(pool, conn)
 
     async def release_kept(self, pool: asyncpg.Pool) -> None:
         """Release the kept connections to the pool."""
         while self.kept:
-            await pool.release(self.kept.pop()[1])
+            await release(pool, self.kept.pop()[1])
 
     async def expire(self, pool: asyncpg.Pool) -> None:
         """Replace all connections: after one broke, each of the others would have to time out first."""

@@ -59,13 +59,14 @@ class EventBuffer:
         held.events.append((kind, data, run.last_event))
         held.size += len(data)
 
-    def take(self, may_send: Callable[[Run], bool]) -> list[ReportedEvent]:
-        """The next events to send in one statement: some of each run, in turn."""
+    def take(self, share_of: Callable[[Run], int]) -> list[ReportedEvent]:
+        """The next events to send in one statement: some of each run, in turn, and no more than its share."""
         batch: list[ReportedEvent] = []
         size = 0
-        for run in [run for run in self._runs if may_send(run)]:
+        for run, share in [(run, share_of(run)) for run in self._runs]:
+            if not share:
+                continue
             held = self._runs.pop(run)
-            share = RUN_EVENTS
             while held.events and share and len(batch) < self._most and size < MAX_BYTES:
                 kind, data, number = held.events.popleft()
                 held.size -= len(data)

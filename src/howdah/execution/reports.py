@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from howdah.database.driver_errors import is_statement_cancelled, is_too_much, is_transient
 from howdah.encoding.safe_logger import get_logger
 from howdah.errors import DatabaseUnreachable, TooManyEvents
-from howdah.execution.event_buffer import OVERFLOW, EventBuffer, ReportedEvent
+from howdah.execution.event_buffer import OVERFLOW, RUN_EVENTS, EventBuffer, ReportedEvent
 from howdah.execution.repeated_lines import RepeatedLines
 from howdah.execution.run import Run
 
@@ -50,6 +50,8 @@ class Reports:
         self._progress: dict[Run, tuple[int | None, str | None]] = {}
         self._last_stages: dict[Run, str | None] = {}
         self._events = EventBuffer()
+        # Runs whose job another transaction has locked, and when to try their events again.
+        self._locked: dict[Run, float] = {}
         self._reported: dict[Run, Future[None]] = {}
         self._buffer_lock = threading.Lock()  # never held while a statement runs
         self._sent = threading.Condition(self._buffer_lock)
@@ -76,6 +78,8 @@ class Reports:
                     del self._runs[run.id]
                 if self._last_stages:
                     self._last_stages.pop(run, None)
+                if self._locked:
+                    self._locked.pop(run, None)
                 if run in self._events:
                     self.lines.log(
                         logger, logging.WARNING, "events were not written before their job ended",
@@ -116,6 +120,10 @@ class Reports:
             self._events.add(run, kind, data)
             self._schedule_flush(URGENT_FLUSH_SECONDS)
         return True
+
+    def is_locked(self, run: Run) -> bool:
+        """Whether the last events of a run were not written because another transaction has locked its job."""
+        return run in self._locked
 
     def has_room(self, run: Run) -> bool:
         """Whether a run may buffer another event."""
@@ -162,7 +170,7 @@ class Reports:
                 progress, self._progress = self._progress, {}
                 for run in [run for run in self._events if not self.is_in_flight(run)]:
                     self._events.remove(run)
-                events = self._events.take(lambda run: not _is_completing(run))
+                events = self._events.take(self._share)
             touched = {*progress, *(run for run, *_ in events)}
             progress = {run: sent for run, sent in progress.items() if self.is_in_flight(run)}
             unsent = events
@@ -182,17 +190,34 @@ class Reports:
                     self._events.put_back(
                         [each for each in unsent if self._runs.get(each[0].id) is each[0]]
                     )
+                    if is_sent:
+                        self._note_locked(events, unsent)
                     for run in touched:
                         run.dirty = run in self._progress or run in self._events
                     for run in [run for run in self._reported if not run.dirty]:
                         self._end_waiting(run)
-                    has_more = any(not _is_completing(run) for run in self._events)
-                    if self._progress or has_more:
-                        is_next = is_sent and len(unsent) < len(events)
-                        self._schedule_flush(0.0 if is_next else FLUSH_SECONDS)
+                    has_more = any(map(self._share, self._events))
+                    if self._progress or has_more or self._locked:
+                        self._schedule_flush(0.0 if is_sent and has_more else FLUSH_SECONDS)
                     self._sent.notify_all()
             self._events.grow()
-            return has_more and len(unsent) < len(events)
+            return has_more
+
+    def _share(self, run: Run) -> int:
+        """How many events of a run to send in one statement."""
+        if _is_completing(run):
+            return 0
+        if run in self._locked:
+            # One shows whether the job is still locked: the others would be sent in vain, instead of other runs'.
+            return int(self._locked[run] <= time.monotonic())
+        return RUN_EVENTS
+
+    def _note_locked(self, sent: list[ReportedEvent], unsent: list[ReportedEvent]) -> None:
+        locked = {run for run, *_ in unsent}
+        for run in {run for run, *_ in sent} - locked:
+            self._locked.pop(run, None)
+        later = time.monotonic() + FLUSH_SECONDS
+        self._locked.update(dict.fromkeys((run for run in locked if self.is_in_flight(run)), later))
 
     def _send_progress(self, reports: list[tuple[Run, int | None, str | None]]) -> None:
         """Send progress in one statement. If the database rejects it, split it until the bad report is alone."""

@@ -24,7 +24,8 @@ class Run(RunState):
     `started` and `buffered` are times of `time.monotonic`. A run is `finishing` from when the completer has
     its outcome, and `dirty` while reports of its handler are buffered. `size` is about how many bytes its
     acknowledgement moves; it is `in_doubt` if an acknowledgement was sent and not answered, and was rejected
-    `rejections` times although its lease is held. `last_event` is the number of its last event, 0 if it has none."""
+    `rejections` times although its lease is held. If it is in doubt and its lease is gone, it is `sent_again` once: the
+    first may have been written. `last_event` is the number of its last event, 0 if it has none."""
 
     id: UUID
     lease_id: UUID
@@ -36,6 +37,7 @@ class Run(RunState):
     size: int = 0
     in_doubt: bool = False
     rejections: int = 0
+    sent_again: bool = False
     last_event: int = 0
     buffered: float = 0.0
     on_acknowledged: Callable[[], None] | None = None

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from howdah.app import App
     from howdah.task import Task
 
+REPORTS_TIMEOUT_SECONDS = 5.0  # an outcome waits so long for the reports of its run
+
 
 def run(task: Task[..., Any], job: NewJob) -> Any:
     """Run a task in this thread; an `async def` in a new event loop."""
@@ -149,14 +151,18 @@ class _Attempt:
 
     def acknowledge(self, outcome: Outcome) -> bool:
         """Write the outcome; returns whether it was accepted."""
-        self._run.finishing = True
-        self._heartbeat.stop()
-        if isinstance(outcome, Lost):
-            return False
         app, run = self._task.app, self._run
-        statement = acknowledge(app.statements, [run.id], [run.lease_id], [outcome])
-        steps = settle(app.statements, [run.id], [run.lease_id], lambda _: statement)
-        settled = app.backend.settle(steps)
+        run.finishing = True
+        try:
+            with contextlib.suppress(TimeoutError):
+                self._heartbeat.when_reported(run).result(REPORTS_TIMEOUT_SECONDS)
+            if isinstance(outcome, Lost):
+                return False
+            statement = acknowledge(app.statements, [run.id], [run.lease_id], [outcome])
+            steps = settle(app.statements, [run.id], [run.lease_id], lambda _: statement)
+            settled = app.backend.settle(steps)
+        finally:
+            self._heartbeat.stop()  # not before: the job may be locked for longer than its lease
         if settled.locked:
             raise JobLocked(settled.locked) from getattr(outcome, "cause", None)
         return not settled.lost

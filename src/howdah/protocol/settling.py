@@ -5,7 +5,7 @@ still roll back. Only `held_jobs` can tell which (decision 0004). No I/O: the ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -37,17 +37,32 @@ def settle(
     given places of `ids`."""
     lost: set[UUID] = set()
     places = list(range(len(ids)))
+    statement = build(places)
     while True:
-        accepted = set((yield build(places)))
+        accepted = set((yield statement))
         places = [n for n in places if ids[n] not in accepted]
         if not places:
             return Settled(frozenset(lost))
         held = set(
             (yield statements.held_jobs([ids[n] for n in places], [fences[n] for n in places]))
         )
-        lost.update(ids[n] for n in places if (ids[n], fences[n]) not in held)
+        gone = [n for n in places if (ids[n], fences[n]) not in held]
+        if gone and statement.resend is not None:
+            # An earlier send without an answer may have ended between the two: what it wrote counts as this one's.
+            again = set((yield _resend(build(gone))))
+            gone = [n for n in gone if ids[n] not in again]
+        lost.update(ids[n] for n in gone)
         places = [n for n in places if (ids[n], fences[n]) in held]
         if not places:
             return Settled(frozenset(lost))
         if not (yield None):
             return Settled(frozenset(lost), frozenset(ids[n] for n in places))
+        statement = _resend(build(places))
+
+
+def _resend(statement: Statement[list[UUID]]) -> Statement[list[UUID]]:
+    return (
+        statement
+        if statement.resend is None
+        else replace(statement.resend(), resend=statement.resend)
+    )

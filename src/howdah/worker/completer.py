@@ -63,6 +63,7 @@ CANCELLED_TRIES = 3
 Then a completed attempt counts as failed, and is retried."""
 CANCELLED_RETRY_SECONDS = 10.0
 REPORTS_TIMEOUT_SECONDS = 60.0  # an outcome waits so long for the reports of its run
+REPORTS_CHECK_SECONDS = 1.0
 # More unwritten outcomes than this stop the slots and the fetcher: outcomes that arrive faster than they can be
 # written would otherwise fill the memory, and the worker would keep jobs that others could run.
 FULL_OUTCOMES, FULL_BYTES = 8000, 16 << 20
@@ -87,10 +88,13 @@ class Completer:
         self._throughput = throughput
         self._lines = heartbeat.lines
         self._queue, self._large = OutcomeQueue(), OutcomeQueue()
-        self._rejected = RejectedOutcomes(store, statements, self._lines, self._add, self._lose)
+        self._rejected = RejectedOutcomes(
+            store, statements, self._lines, self._queue_outcome, self._lose, self._on_locked
+        )
         self._unwritten: set[Run] = set()
+        self._locked: set[Run] = set()  # of the unwritten; they do not count as a full completer
         self._reporting: dict[Run, Outcome] = {}  # until their reports are written
-        self._bytes = 0  # of the unwritten outcomes
+        self._bytes = 0  # of the unwritten outcomes that are not locked
         self._drained = asyncio.Event()
         self._drained.set()
         self._room = asyncio.Event()
@@ -107,20 +111,33 @@ class Completer:
         self._unwritten.add(run)
         self._bytes += run.size
         self._drained.clear()
-        if self._bytes >= FULL_BYTES or len(self._unwritten) >= FULL_OUTCOMES:
+        if self._bytes >= FULL_BYTES or len(self._unwritten) - len(self._locked) >= FULL_OUTCOMES:
             self.is_full = True
             self._room.clear()
+        self._queue_outcome(run, outcome)
+
+    def _queue_outcome(self, run: Run, outcome: Outcome) -> None:
         if run.dirty:
             self._put_after_reports(run, outcome)
         else:
             self._add(run, outcome)
+
+    def _on_locked(self, run: Run) -> None:
+        """Another transaction has locked the job, perhaps for long. Other jobs continue meanwhile."""
+        if run in self._locked:
+            return
+        self._locked.add(run)
+        self._bytes -= run.size
+        self._check_room()
+        if run.on_acknowledged is not None:
+            run.on_acknowledged()  # a suspect that has ended does not kill the worker
 
     def _add(self, run: Run, outcome: Outcome) -> None:
         (self._queue if run.size <= MAX_BYTES else self._large).put((run, outcome))
 
     def _put_after_reports(self, run: Run, outcome: Outcome) -> None:
         """Write the outcome after the run's own reports, but without them if they take too long. Only the outcomes
-        of other runs that have reports to write wait, too."""
+        of other runs that have reports to write wait, too. While the job is locked, neither can be written."""
         self._reporting[run] = outcome
         loop = asyncio.get_running_loop()
 
@@ -128,8 +145,21 @@ class Completer:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(self._end_reporting, run)
 
-        loop.call_later(REPORTS_TIMEOUT_SECONDS, self._end_reporting, run)
+        self._check_reports(run, time.monotonic() + REPORTS_TIMEOUT_SECONDS)
         self._heartbeat.when_reported(run).add_done_callback(end)
+
+    def _check_reports(self, run: Run, deadline: float) -> None:
+        now = time.monotonic()
+        if run not in self._reporting:
+            return
+        if self._heartbeat.is_locked(run):
+            deadline = now + REPORTS_TIMEOUT_SECONDS
+            self._on_locked(run)
+        elif now >= deadline:
+            self._end_reporting(run)
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_later(REPORTS_CHECK_SECONDS, self._check_reports, run, deadline)
 
     def _end_reporting(self, run: Run) -> None:
         outcome = self._reporting.pop(run, None)
@@ -289,7 +319,10 @@ class Completer:
         ended: list[tuple[Claimed, str, float]] = []
         for run, outcome in group:
             self._unwritten.discard(run)
-            self._bytes -= run.size
+            if run in self._locked:
+                self._locked.remove(run)
+            else:
+                self._bytes -= run.size
             if run.on_acknowledged is not None:
                 run.on_acknowledged()
             state, error = _state_after(run, outcome, run.id in accepted)
@@ -302,11 +335,11 @@ class Completer:
         self._throughput.add(ended)
         if not self._unwritten:
             self._drained.set()
-        if (
-            self.is_full
-            and 2 * self._bytes < FULL_BYTES
-            and 2 * len(self._unwritten) < FULL_OUTCOMES
-        ):
+        self._check_room()
+
+    def _check_room(self) -> None:
+        unwritten = len(self._unwritten) - len(self._locked)
+        if self.is_full and 2 * self._bytes < FULL_BYTES and 2 * unwritten < FULL_OUTCOMES:
             self.is_full = False
             self._room.set()
             self.on_room()

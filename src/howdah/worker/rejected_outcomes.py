@@ -36,7 +36,7 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 2.0  # while the database cannot be aske
 
 class RejectedOutcomes:
     """`write` receives each outcome of a job whose lease is still held, to be written again. `lose` receives those
-    of jobs whose lease was lost."""
+    of jobs whose lease was lost. `on_locked` is called for each job that is locked."""
 
     def __init__(
         self,
@@ -45,12 +45,14 @@ class RejectedOutcomes:
         lines: RepeatedLines,
         write: Callable[[Run, Acknowledgement], None],
         lose: Callable[[list[Rejected]], None],
+        on_locked: Callable[[Run], None],
     ) -> None:
         self._store = store
         self._statements = statements
         self._lines = lines
         self._write = write
         self._lose = lose
+        self._on_locked = on_locked
         self._outcomes: dict[Run, Acknowledgement] = {}  # until it is known why they were rejected
         self._locked: dict[Run, Acknowledgement] = {}  # until they are written again
         self._arrived = asyncio.Event()
@@ -74,8 +76,23 @@ class RejectedOutcomes:
                 del self._outcomes[run]
             if not self._outcomes:
                 self._arrived.clear()
-            self._lose([each for each in batch if _fence(each[0]) not in held])
+            self._lose(
+                [
+                    each
+                    for each in batch
+                    if _fence(each[0]) not in held and not self._send_again(each)
+                ]
+            )
             self._write_later([each for each in batch if _fence(each[0]) in held])
+
+    def _send_again(self, rejected: Rejected) -> bool:
+        """Write an outcome again, once, that an earlier send without an answer may have written."""
+        run, outcome = rejected
+        if not run.in_doubt or run.sent_again:
+            return False
+        run.sent_again = True
+        self._write(run, outcome)
+        return True
 
     def _write_later(self, group: list[Rejected]) -> None:
         """Write outcomes of locked jobs again, each after its own delay: one that a heartbeat has locked does not wait as
@@ -88,6 +105,7 @@ class RejectedOutcomes:
         self._locked.update(group)
         delays: dict[float, list[Run]] = defaultdict(list)
         for run, _ in group:
+            self._on_locked(run)
             delays[LOCKED_SECONDS * 2 ** min(run.rejections, LOCKED_DOUBLINGS)].append(run)
             run.rejections += 1
         for seconds, runs in delays.items():
@@ -95,7 +113,9 @@ class RejectedOutcomes:
 
     def _write_again(self, runs: list[Run]) -> None:
         for run in runs:
-            self._write(run, self._locked.pop(run))
+            outcome = self._locked.pop(run, None)
+            if outcome is not None:
+                self._write(run, outcome)
 
     async def _ask(self, runs: list[Run]) -> set[tuple[UUID, UUID]]:
         """The fences of the runs whose lease was not lost."""

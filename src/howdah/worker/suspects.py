@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from howdah.protocol.worker_statements import WorkerStatements
 
 
+START_TRIES = 3
+"""How often the start of a locked job is written. Then the job is released: it would keep its slot from others."""
+
+
 class StartNotWritten(Exception):
     """The database did not record that a suspect is about to start."""
 
@@ -47,7 +51,7 @@ class Suspects:
         this one kills the process, no other suspect loses an attempt. A single crash makes no job a suspect:
         a worker may have thousands of jobs in flight when it crashes, and nearly all are harmless."""
         backoff = Backoff()
-        while True:
+        for _ in range(START_TRIES):
             await self._one_at_a_time.acquire()
             run.on_acknowledged = _once(self._one_at_a_time.release)
             if await self._run(self._statements.start_jobs, run):
@@ -59,6 +63,7 @@ class Suspects:
             # Another transaction has locked the job. Other suspects may start meanwhile.
             run.on_acknowledged()
             await asyncio.sleep(backoff.next())
+        raise StartNotWritten("another transaction has locked the job")
 
     async def _run(
         self, statement: Callable[[list[UUID], list[UUID]], Statement[list[Any]]], run: Run

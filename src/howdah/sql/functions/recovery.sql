@@ -126,13 +126,12 @@ RETURN EXISTS (
     SELECT FROM maintenance AS m
     WHERE m.duty = 'recover' AND isfinite(m.due_at) AND m.due_at < p_now - interval '3 seconds');
 
--- If the recovery is overdue, extends the leases that expired meanwhile by three seconds, if registered workers hold
--- them, and asks the workers for a heartbeat. A lease is extended so only once, also if recovery runs rarely: p_excused is the
--- time that the previous call set. Returns that of this call. While another transaction holds the row of the duty, nothing
--- could be remembered, and nothing is extended (decision 0042).
-CREATE OR REPLACE FUNCTION excuse_missed_heartbeats(
-    p_from timestamptz, p_now timestamptz, p_excused timestamptz)
-RETURNS timestamptz
+-- If the recovery is overdue, adds a heartbeat of three seconds beside each job whose lease expired between p_from and
+-- p_now, and beside those of p_also, if a registered worker holds it, and asks these workers for a heartbeat of their own. A
+-- lease is excused once: a worker that lives extends it, and then it may be excused again after the next outage
+-- (decision 0042). Several runs at once may excuse the same jobs, so it waits for nobody and locks no job.
+CREATE OR REPLACE FUNCTION excuse_missed_heartbeats(p_from timestamptz, p_now timestamptz, p_also uuid[])
+RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off
@@ -140,35 +139,38 @@ SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
 SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
-    v_until timestamptz := p_now + interval '3 seconds';
-    v_ids uuid[];
+    v_expired uuid[];
+    v_excused uuid[];
 BEGIN
     IF NOT is_recovery_overdue(p_now) THEN
-        RETURN p_excused;
+        RETURN;
     END IF;
-    PERFORM FROM maintenance AS m WHERE m.duty = 'recover' FOR NO KEY UPDATE SKIP LOCKED;
-    IF NOT FOUND THEN
-        RETURN p_excused;
-    END IF;
-    v_ids := ARRAY (
+    v_expired := p_also || ARRAY (
         SELECT j.id
         FROM live_jobs AS j
-        WHERE j.status = 'claimed'
-          AND j.lease_expires_at BETWEEN p_from AND p_now
-          AND j.lease_expires_at IS DISTINCT FROM p_excused
+        WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN p_from AND p_now AND j.id <> ALL (p_also)
+        ORDER BY j.lease_expires_at);
+    WITH excused AS (
+        INSERT INTO extended_leases (lease_id, job_id, written_at, expires_at, is_excuse)
+        SELECT j.lease_id, j.id, p_now, p_now + interval '3 seconds', true
+        FROM live_jobs AS j
+        WHERE j.id = ANY (v_expired) AND j.lease_id IS NOT NULL AND j.lease_expires_at <= p_now
           AND EXISTS (SELECT FROM workers AS w WHERE w.worker_id = j.worker_id)
-        ORDER BY j.lease_expires_at
-        FOR NO KEY UPDATE OF j SKIP LOCKED);
-    UPDATE live_jobs AS j SET lease_expires_at = v_until WHERE j.id = ANY (v_ids);
-    PERFORM notify_cancellation(v_ids);
-    UPDATE maintenance AS m
-    SET state = m.state || jsonb_build_object('excused', v_until)
-    WHERE m.duty = 'recover';
-    RETURN v_until;
+          AND NOT EXISTS (
+              SELECT FROM extended_leases AS e
+              WHERE e.job_id = j.id AND e.lease_id = j.lease_id AND e.is_excuse
+                AND e.written_at >= j.lease_expires_at
+                AND NOT EXISTS (
+                    SELECT FROM extended_leases AS beat
+                    WHERE beat.job_id = j.id AND beat.lease_id = j.lease_id AND NOT beat.is_excuse
+                      AND beat.written_at > e.written_at))
+        RETURNING job_id)
+    SELECT array_agg(x.job_id) INTO v_excused FROM excused AS x;
+    PERFORM notify_cancellation(v_excused);
 END $$;
 
 -- The duty `recover`. It starts where the previous run ended: leases are set to expire in the future, so
--- that run handled what had expired by then. It keeps the ids of expired jobs that were locked, and tries
+-- that run handled what had expired by then. It keeps the ids of expired jobs that were locked or excused, and tries
 -- them again by id. Leases that were committed after they expired are left to recover_late.
 CREATE OR REPLACE FUNCTION recover_expired(
     p_limit int DEFAULT 1000, OUT more boolean, OUT problem text)
@@ -181,16 +183,14 @@ DECLARE
     v_started timestamptz := snapshot_time();
     v_from timestamptz;
     v_locked uuid[];
-    v_excused timestamptz;
     v_stale uuid[];
 BEGIN
     SELECT CASE WHEN m.reached <= v_started THEN m.reached ELSE '-infinity' END,  -- the clock went back
-           ARRAY (SELECT e::uuid FROM jsonb_array_elements_text(m.state -> 'locked') AS e),
-           (m.state ->> 'excused')::timestamptz
-    INTO v_from, v_locked, v_excused
+           ARRAY (SELECT e::uuid FROM jsonb_array_elements_text(m.state -> 'locked') AS e)
+    INTO v_from, v_locked
     FROM maintenance AS m
     WHERE m.duty = 'recover';
-    v_excused := excuse_missed_heartbeats(v_from, v_started, v_excused);
+    PERFORM excuse_missed_heartbeats(v_from, v_started, v_locked);
     v_stale := lock_stale_jobs(NULL, p_limit, v_from, v_started, v_locked);
     problem := recover_jobs(v_stale);
     more := cardinality(v_stale) >= p_limit;
@@ -205,9 +205,11 @@ BEGIN
         WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN v_from AND v_started
           AND j.id <> ALL (v_locked)
         ORDER BY j.lease_expires_at
-        LIMIT 1000);
-    PERFORM remember('recover', v_started - head_margin(),
-                     jsonb_build_object('locked', v_locked[:1000], 'excused', v_excused));
+        LIMIT 1001);
+    -- If there are too many to keep, the next run starts where this one did.
+    PERFORM remember('recover',
+                     CASE WHEN cardinality(v_locked) > 1000 THEN v_from ELSE v_started - head_margin() END,
+                     jsonb_build_object('locked', v_locked[:1000]));
 END $$;
 
 -- The duty `late`: searches again for leases that `recover` cannot have seen, because their transaction
@@ -232,9 +234,6 @@ BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RETURN;  -- its snapshot does not show what the transactions that have ended have written
     END IF;
-    IF is_recovery_overdue(v_started) THEN
-        RETURN;  -- `recover` comes first: it excuses missed heartbeats
-    END IF;
     SELECT coalesce((m.state ->> 'since')::timestamptz, '-infinity'), coalesce(m.state -> 'writers', '{}')
     INTO v_since, v_noted
     FROM maintenance AS m
@@ -245,6 +244,7 @@ BEGIN
     v_open := writers_of_jobs();
     v_from := least(v_since, (
         SELECT min(w.value::timestamptz) FROM jsonb_each_text(v_noted) AS w WHERE w.key <> ALL (v_open)));
+    PERFORM excuse_missed_heartbeats(v_from, v_started, '{}');
     v_stale := lock_stale_jobs(NULL, p_limit, v_from, v_started);
     problem := recover_jobs(v_stale);
     more := cardinality(v_stale) >= p_limit;

@@ -121,12 +121,14 @@ CREATE INDEX live_jobs_ordered ON live_jobs (ordering_key, holds_key, seq)
     WHERE ordering_key IS NOT NULL;
 
 -- Heartbeats of jobs whose row another transaction has locked: the lease counts as extended from written_at until
--- expires_at (decision 0004). Not unique, so that adding a row waits for nobody. `prune` removes the rows.
+-- expires_at (decision 0004). An excuse is a heartbeat that recovery adds, for a worker that may have had no chance to
+-- send one (decision 0042). Not unique, so that adding a row waits for nobody. `prune` removes the rows.
 CREATE TABLE extended_leases (
     lease_id   uuid        NOT NULL,
     job_id     uuid        NOT NULL,
     written_at timestamptz NOT NULL,
-    expires_at timestamptz NOT NULL
+    expires_at timestamptz NOT NULL,
+    is_excuse  boolean     NOT NULL DEFAULT false
 );
 CREATE INDEX extended_leases_job ON extended_leases (job_id, lease_id);
 CREATE INDEX extended_leases_expired ON extended_leases (expires_at);
