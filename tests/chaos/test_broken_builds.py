@@ -231,7 +231,7 @@ BUILDS = [
     ),
     Build(
         "the excuse for missed heartbeats", SCENARIO, LongOutages,
-        edits={"is_recovery_overdue": {"'00:00:03'": "'03:00:00'"}},
+        edits={"is_recovery_overdue": {"'00:00:06'": "'06:00:00'"}},
         # So that recovery comes before the next heartbeat.
         script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
         load=Load(seconds=16, rate=60, workers=2, lease=2, drain_timeout=25, backlog=100),

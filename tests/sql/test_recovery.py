@@ -342,8 +342,7 @@ def test_a_worker_that_does_not_beat_when_the_server_is_back_loses_its_jobs_with
     job = claim_before_outage(conn)
     recover(conn)
     outlast_excuse(conn)
-    conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp() WHERE duty = 'recover'")
-    recover(conn)
+    maintain(conn, "recover")
     assert status(conn, job.id) == "pending"
 
 
@@ -352,10 +351,7 @@ def test_a_lease_is_excused_once_although_recovery_runs_rarely(conn: Connection)
     job = claim_before_outage(conn)
     recover(conn)
     outlast_excuse(conn)
-    conn.execute(
-        "UPDATE howdah.maintenance SET due_at = clock_timestamp() - interval '1 minute' "
-        "WHERE duty = 'recover'"
-    )
+    pass_time(conn, 60)
     recover(conn)
     assert status(conn, job.id) == "pending"
 
@@ -457,3 +453,19 @@ def test_late_runs_while_the_row_of_recover_is_held(conn: Connection, connect: C
     slow.commit()
     conn.execute("SELECT howdah.run_duty('late')")
     assert status(conn, job.id) == "pending"
+
+
+def test_a_run_that_fails_after_an_outage_leaves_the_excuse_to_the_next_one(
+    conn: Connection,
+) -> None:
+    job = claim_before_outage(conn)
+    conn.execute(
+        "CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'no'; END $$;"
+        "CREATE TRIGGER fail BEFORE INSERT ON howdah.extended_leases FOR EACH ROW EXECUTE FUNCTION fail()"
+    )
+    ran = rows(conn, "SELECT * FROM howdah.run_maintenance()")
+    assert [row.error for row in ran if row.duty == "recover"] == ["no"]
+    conn.execute("DROP TRIGGER fail ON howdah.extended_leases")
+    conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
+    recover(conn)
+    assert status(conn, job.id) == "running"

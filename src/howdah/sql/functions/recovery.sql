@@ -118,13 +118,14 @@ BEGIN
     RETURN v_error;
 END $$;
 
--- Whether the duty `recover` should have run some seconds ago: the server was away or unreachable, its clock has stepped
--- forward, or no process that runs duties was there. Workers may have had no chance to send heartbeats meanwhile.
+-- Whether the last complete run of the duty `recover` is longer ago than two to four seconds and three more: the server was
+-- away or unreachable, its clock has stepped forward, the run failed, or no process that runs duties was there. Workers may
+-- have had no chance to send heartbeats meanwhile. A run reaches a second less than its start.
 CREATE OR REPLACE FUNCTION is_recovery_overdue(p_now timestamptz) RETURNS boolean
 LANGUAGE sql STABLE SET search_path FROM CURRENT
 RETURN EXISTS (
     SELECT FROM maintenance AS m
-    WHERE m.duty = 'recover' AND isfinite(m.due_at) AND m.due_at < p_now - interval '3 seconds');
+    WHERE m.duty = 'recover' AND isfinite(m.due_at) AND m.reached < p_now - interval '6 seconds');
 
 -- If the recovery is overdue, adds a heartbeat of three seconds beside each job whose lease expired between p_from and
 -- p_now, and beside those of p_also, if a registered worker holds it, and asks these workers for a heartbeat of their own. A
