@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from howdah.database.async_store import AsyncStore
-from howdah.worker import completer
+from howdah.worker import completer, reporting_outcomes
 from waiting import ended, eventually
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ async def test_events_of_jobs_that_are_locked_for_long_are_written(
     sent: list[str],
 ) -> None:
     """For longer than an outcome waits for the events of its run."""
-    monkeypatch.setattr(completer, "REPORTS_TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setattr(completer, "REPORTS_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(reporting_outcomes, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(reporting_outcomes, "CHECK_SECONDS", 0.1)
     may_end = asyncio.Event()
     started: list[int] = []
 

@@ -5,12 +5,12 @@ acknowledges immediately and a busy worker acknowledges hundreds at a time. A ba
 server does not write in time is written in smaller ones (decision 0041). A batch that the database rejects is split
 until the bad outcome is alone. That job is then failed with the database's error; a failure or a cancellation is
 written with its text in ASCII instead. No statement waits for a job that another transaction has locked. Outcomes that
-are not accepted are left to `rejected_outcomes.py`, which returns those whose lease was not lost."""
+are not accepted are left to `rejected_outcomes.py`, which returns those whose lease was not lost. An outcome whose run has
+reports to write waits for them in `reporting_outcomes.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -37,6 +37,7 @@ from howdah.outcome import (
 from howdah.protocol.acknowledge import acknowledge, kind_of
 from howdah.worker.outcome_queue import MAX_BYTES, OutcomeQueue, size_of
 from howdah.worker.rejected_outcomes import RejectedOutcomes
+from howdah.worker.reporting_outcomes import ReportingOutcomes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,8 +63,6 @@ CANCELLED_TRIES = 3
 """How often one outcome is sent although `statement_timeout` or `lock_timeout` ends the statement: the others wait for it.
 Then a completed attempt counts as failed, and is retried."""
 CANCELLED_RETRY_SECONDS = 10.0
-REPORTS_TIMEOUT_SECONDS = 60.0  # an outcome waits so long for the reports of its run
-REPORTS_CHECK_SECONDS = 1.0
 # More unwritten outcomes than this stop the slots and the fetcher: outcomes that arrive faster than they can be
 # written would otherwise fill the memory, and the worker would keep jobs that others could run.
 FULL_OUTCOMES, FULL_BYTES = 8000, 16 << 20
@@ -93,7 +92,7 @@ class Completer:
         )
         self._unwritten: set[Run] = set()
         self._locked: set[Run] = set()  # of the unwritten; they do not count as a full completer
-        self._reporting: dict[Run, Outcome] = {}  # until their reports are written
+        self._reporting = ReportingOutcomes(heartbeat, self._add, self._on_locked)
         self._bytes = 0  # of the unwritten outcomes that are not locked
         self._drained = asyncio.Event()
         self._drained.set()
@@ -118,7 +117,7 @@ class Completer:
 
     def _queue_outcome(self, run: Run, outcome: Outcome) -> None:
         if run.dirty:
-            self._put_after_reports(run, outcome)
+            self._reporting.put(run, outcome)
         else:
             self._add(run, outcome)
 
@@ -135,41 +134,9 @@ class Completer:
     def _add(self, run: Run, outcome: Outcome) -> None:
         (self._queue if run.size <= MAX_BYTES else self._large).put((run, outcome))
 
-    def _put_after_reports(self, run: Run, outcome: Outcome) -> None:
-        """Write the outcome after the run's own reports, but without them if they take too long. Only the outcomes
-        of other runs that have reports to write wait, too. While the job is locked, neither can be written."""
-        self._reporting[run] = outcome
-        loop = asyncio.get_running_loop()
-
-        def end(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(self._end_reporting, run)
-
-        self._check_reports(run, time.monotonic() + REPORTS_TIMEOUT_SECONDS)
-        self._heartbeat.when_reported(run).add_done_callback(end)
-
-    def _check_reports(self, run: Run, deadline: float) -> None:
-        now = time.monotonic()
-        if run not in self._reporting:
-            return
-        if self._heartbeat.is_locked(run):
-            deadline = now + REPORTS_TIMEOUT_SECONDS
-            self._on_locked(run)
-        elif now >= deadline:
-            self._end_reporting(run)
-            return
-        loop = asyncio.get_running_loop()
-        loop.call_later(REPORTS_CHECK_SECONDS, self._check_reports, run, deadline)
-
-    def _end_reporting(self, run: Run) -> None:
-        outcome = self._reporting.pop(run, None)
-        if outcome is not None:
-            self._add(run, outcome)
-
     def hurry(self) -> None:
         """Write every outcome now, without the reports that are not written yet."""
-        for run in list(self._reporting):
-            self._end_reporting(run)
+        self._reporting.hurry()
 
     async def drain(self) -> None:
         """Wait until every outcome has been written."""
