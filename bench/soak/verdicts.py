@@ -95,27 +95,48 @@ def per_row(points: Sequence[Point], what: str) -> Verdict:
 
 
 def duration(points: Sequence[Point]) -> Verdict:
-    """A mean time: it may rise while the transaction is held, to a bar, and must come back."""
-    kind: Kind = "growing" if _slow_phases(_levels(points, fmean)) else "flat"
-    return Verdict(kind, _ratios(_levels(points, fmean)))
+    """A mean time: it may rise while the transaction is held, and must come back."""
+    return _time(points, fmean, 0.0)
 
 
 def single_runs(points: Sequence[Point], slack: float = 0.0) -> Verdict:
     """The same for a time of which a phase has only some tens of single measurements: their median, since one that
     had to wait for the processor would decide the mean. `slack` is a difference that does not matter."""
-    levels = _levels(points, median)
-    return Verdict("growing" if _slow_phases(levels, slack) else "flat", _ratios(levels))
+    return _time(points, median, slack)
+
+
+def _time(
+    points: Sequence[Point], level: Callable[[Sequence[float]], float], slack: float
+) -> Verdict:
+    levels = _levels(points, level)
+    slow = _slow_phases(levels, slack)
+    if not slow:
+        return Verdict("flat", _ratios(levels))
+    return _while_held(_ratios(levels), slow, grows(phase_values(points, "held"), slack, level))
+
+
+def _while_held(ratios: str, slow: set[Phase], is_rising: bool) -> Verdict:
+    """A time above the bar, but only while the transaction is held. Dead entries of the last seconds are read again
+    and again; their number follows from the rate, and must not from the length of the transaction."""
+    if slow == {"held"} and not is_rising:
+        return Verdict(
+            "bounded", f"by the jobs of the last seconds: {ratios}, not more the longer it was held"
+        )
+    return Verdict("growing", ratios)
 
 
 def batched(calls: Sequence[Point], rows: Sequence[Point]) -> Verdict:
     """The mean times per call and per row of a statement that handles as many rows as have piled up. A call costs
     a + b × rows. More rows at once raise the time per call, fewer raise the time per row; only if both are above the
-    bar of a phase has a or b grown."""
+    bar of a phase, or rise within it, has a or b grown."""
     per_call, per_row = _levels(calls, fmean), _levels(rows, fmean)
     if not (slow := _slow_phases(per_call)):
         return Verdict("flat", _ratios(per_call))
-    kind: Kind = "growing" if slow & _slow_phases(per_row) else "flat"
-    return Verdict(kind, f"{_ratios(per_call)}; per row {_ratios(per_row)}")
+    ratios = f"{_ratios(per_call)}; per row {_ratios(per_row)}"
+    if not (slow := slow & _slow_phases(per_row)):
+        return Verdict("flat", ratios)
+    is_rising = all(grows(phase_values(each, "held"), 0.0, fmean) for each in (calls, rows))
+    return _while_held(ratios, slow, is_rising)
 
 
 def _levels(

@@ -86,13 +86,21 @@ def test_dead_rows_that_vacuum_leaves_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "after", "failed"), [(1.9, 1.4, False), (2.3, 1.0, True), (1.0, 1.7, True)]
+    ("held", "after", "kind"),
+    [(1.9, 1.4, "flat"), (2.3, 1.0, "bounded"), (1.0, 1.7, "growing"), (2.3, 1.7, "growing")],
 )
 def test_a_time_may_double_while_the_transaction_is_held_and_must_come_back(
-    held: float, after: float, failed: bool
+    held: float, after: float, kind: str
 ) -> None:
     points = phases(lambda n: 1.0, lambda n: held, lambda n: after)
-    assert verdicts.duration(points).failed is failed
+    assert verdicts.duration(points).kind == kind
+
+
+def test_a_time_that_rises_the_longer_the_transaction_is_held_grows() -> None:
+    points = phases(level(1), lambda n: 1.0 + n, level(1))
+    assert verdicts.duration(points).failed
+    assert verdicts.single_runs(points).failed
+    assert verdicts.batched(points, points).failed
 
 
 @pytest.mark.parametrize(
@@ -103,11 +111,11 @@ def test_a_time_may_double_while_the_transaction_is_held_and_must_come_back(
 def test_a_statement_is_slower_only_if_its_calls_and_its_rows_are(
     per_call: float, per_row: float, failed: bool
 ) -> None:
-    calls = phases(lambda n: 1.0, lambda n: per_call, lambda n: 1.0)
-    rows = phases(lambda n: 1.0, lambda n: per_row, lambda n: 1.0)
+    calls = phases(lambda n: 1.0, lambda n: 1.0, lambda n: per_call)
+    rows = phases(lambda n: 1.0, lambda n: 1.0, lambda n: per_row)
     assert verdicts.batched(calls, rows).failed is failed
     # Larger batches in one phase and smaller ones in another are not a slower statement.
-    later = phases(lambda n: 1.0, lambda n: 0.1, lambda n: per_row)
+    later = phases(lambda n: 1.0, lambda n: per_row, lambda n: 0.1)
     assert not verdicts.batched(calls, later).failed
 
 
@@ -119,11 +127,11 @@ def test_a_run_with_short_phases_judges_only_what_can_be_counted(tmp_path: Path)
 
 
 def test_a_single_run_that_had_to_wait_does_not_make_a_duty_slow() -> None:
-    waited = phases(lambda n: 5.0, lambda n: 200.0 if n == 30 else 6.0, lambda n: 5.0)
+    waited = phases(lambda n: 5.0, lambda n: 5.0, lambda n: 200.0 if n == 30 else 6.0)
     assert verdicts.duration(waited).failed
     assert not verdicts.single_runs(waited).failed
-    assert verdicts.single_runs(phases(lambda n: 5.0, lambda n: 11.0, lambda n: 5.0)).failed
-    assert not verdicts.single_runs(phases(level(1), level(3), level(1)), slack=2.0).failed
+    assert verdicts.single_runs(phases(lambda n: 5.0, lambda n: 5.0, lambda n: 11.0)).failed
+    assert not verdicts.single_runs(phases(level(1), level(1), level(3)), slack=2.0).failed
 
 
 def test_a_history_is_bounded_while_its_rows_keep_their_size() -> None:

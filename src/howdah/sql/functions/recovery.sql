@@ -7,7 +7,9 @@
 --
 -- Every search goes through the index on lease_expires_at, from a time on: while a transaction elsewhere
 -- stays open, the index keeps an entry of every lease that ended, and a search from the start would read
--- all of them (decision 0005).
+-- all of them (decision 0005). The plans are generic ones: a plan for an empty array of ids may use any partial index,
+-- since a condition that is never true implies that of each index. A search by id has its condition on the lease in a
+-- CASE, so that it cannot use the index of leases.
 
 -- Requeues jobs whose lease expired (p_timeout NULL), or that were claimed longer ago than p_timeout; ends
 -- those with no attempts left as failed. Returns the number of stale jobs.
@@ -61,7 +63,7 @@ BEGIN RETURN
     ARRAY (
         SELECT j.id
         FROM live_jobs AS j
-        WHERE j.id = ANY (p_also) AND j.lease_id IS NOT NULL AND j.lease_expires_at <= p_until
+        WHERE j.id = ANY (p_also) AND CASE WHEN j.status = 'claimed' THEN j.lease_expires_at <= p_until END
           AND NOT EXISTS (
               SELECT FROM extended_leases AS e
               WHERE e.job_id = j.id AND e.lease_id = j.lease_id
@@ -155,7 +157,7 @@ BEGIN
         INSERT INTO extended_leases (lease_id, job_id, written_at, expires_at, is_excuse)
         SELECT j.lease_id, j.id, p_now, p_now + interval '3 seconds', true
         FROM live_jobs AS j
-        WHERE j.id = ANY (v_expired) AND j.lease_id IS NOT NULL AND j.lease_expires_at <= p_now
+        WHERE j.id = ANY (v_expired) AND CASE WHEN j.status = 'claimed' THEN j.lease_expires_at <= p_now END
           AND EXISTS (SELECT FROM workers AS w WHERE w.worker_id = j.worker_id)
           AND NOT EXISTS (
               SELECT FROM extended_leases AS e
@@ -179,6 +181,7 @@ LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off
 SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_started timestamptz := snapshot_time();
@@ -200,7 +203,7 @@ BEGIN
     END IF;
     v_locked := ARRAY (
         SELECT j.id FROM live_jobs AS j
-        WHERE j.id = ANY (v_locked) AND j.lease_id IS NOT NULL AND j.lease_expires_at <= v_started)
+        WHERE j.id = ANY (v_locked) AND CASE WHEN j.status = 'claimed' THEN j.lease_expires_at <= v_started END)
     || ARRAY (
         SELECT j.id FROM live_jobs AS j
         WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN v_from AND v_started
