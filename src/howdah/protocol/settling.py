@@ -37,9 +37,24 @@ def settle(
     given places of `ids`."""
     lost: set[UUID] = set()
     places = list(range(len(ids)))
-    statement = build(places)
+    is_in_doubt = False
+
+    def form(at: Sequence[int]) -> Statement[list[UUID]]:
+        """The statement, or after a send without an answer its idempotent form: that send may still run."""
+        statement = build(at)
+        first = statement.resend
+        if first is None:
+            return statement
+
+        def resend() -> Statement[list[UUID]]:
+            nonlocal is_in_doubt
+            is_in_doubt = True
+            return first()
+
+        return replace(first() if is_in_doubt else statement, resend=resend)
+
     while True:
-        accepted = set((yield statement))
+        accepted = set((yield form(places)))
         places = [n for n in places if ids[n] not in accepted]
         if not places:
             return Settled(frozenset(lost))
@@ -47,9 +62,9 @@ def settle(
             (yield statements.held_jobs([ids[n] for n in places], [fences[n] for n in places]))
         )
         gone = [n for n in places if (ids[n], fences[n]) not in held]
-        if gone and statement.resend is not None:
-            # An earlier send without an answer may have ended between the two: what it wrote counts as this one's.
-            again = set((yield _resend(build(gone))))
+        if gone and is_in_doubt:
+            # A send without an answer may have ended between the two: what it wrote counts as this one's.
+            again = set((yield form(gone)))
             gone = [n for n in gone if ids[n] not in again]
         lost.update(ids[n] for n in gone)
         places = [n for n in places if (ids[n], fences[n]) in held]
@@ -57,12 +72,3 @@ def settle(
             return Settled(frozenset(lost))
         if not (yield None):
             return Settled(frozenset(lost), frozenset(ids[n] for n in places))
-        statement = _resend(build(places))
-
-
-def _resend(statement: Statement[list[UUID]]) -> Statement[list[UUID]]:
-    return (
-        statement
-        if statement.resend is None
-        else replace(statement.resend(), resend=statement.resend)
-    )
