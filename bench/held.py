@@ -20,6 +20,7 @@ from howdah import JobQueue
 from howdah.embedded import EmbeddedServer
 
 TYPES = 8
+PRODUCERS = 3  # each waits for the disk
 CLAIMERS = 4
 BAR = 2.0
 ENQUEUE = "SELECT howdah.enqueue_job($1::text)"
@@ -40,12 +41,12 @@ class Load:
     claims: list[float] = field(default_factory=list)
     sweeps: list[float] = field(default_factory=list)
 
-    async def enqueue(self) -> None:
+    async def enqueue(self, number: int) -> None:
         connection = await asyncpg.connect(self.url)
         began, sent = time.monotonic(), 0
         while True:
-            while sent < (time.monotonic() - began) * self.rate:
-                await connection.execute(ENQUEUE, f"type {sent % TYPES}")
+            while sent < (time.monotonic() - began) * self.rate / PRODUCERS:
+                await connection.execute(ENQUEUE, f"type {(number + sent) % TYPES}")
                 sent += 1
             await asyncio.sleep(0.002)
 
@@ -86,7 +87,11 @@ async def measure(url: str, options: argparse.Namespace) -> bool:
     load = Load(url, options.rate)
     tasks = [
         asyncio.create_task(work)
-        for work in (load.enqueue(), load.maintain(), *map(load.claim, range(CLAIMERS)))
+        for work in (
+            load.maintain(),
+            *map(load.enqueue, range(PRODUCERS)),
+            *map(load.claim, range(CLAIMERS)),
+        )
     ]
     holder = await asyncpg.connect(url)
     await asyncio.sleep(5)  # plans and caches are warm
