@@ -94,7 +94,7 @@ chaos-quick: $(INSTALLED) ## Kill workers and the server for a minute and check 
 chaos-tests: $(INSTALLED) ## Check that the chaos checker detects broken builds and broken servers
 	$(PY) -m pytest $(PARALLEL) -m chaos $(ARGS)
 
-chaos: $(INSTALLED) ## Inject every known fault for twenty minutes; writes docs/reliability.md
+chaos: $(INSTALLED) ## Inject every known fault for 22 minutes; writes docs/reliability.md
 	$(PY) tests/chaos/main.py full --report docs/reliability.md $(ARGS)
 
 skill-zip: $(INSTALLED) ## Pack the agent skill into dist/postgres-job-queue.zip

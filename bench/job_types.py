@@ -39,7 +39,7 @@ def run_backlog(
 
 
 def measure(server: EmbeddedServer, schema: str, types: int) -> tuple[float, float, float]:
-    """Milliseconds to the start of a single job, and microseconds and CPU microseconds per job of a backlog."""
+    """Seconds to the start of a single job, and the seconds and CPU seconds of a backlog. Prints them per job."""
     queue = JobQueue(server.url, schema=schema)
     queue.pending()
     reading, writing = os.pipe()

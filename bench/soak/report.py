@@ -48,7 +48,8 @@ minutes. Howdah {version}, Python {python}, {cores} cores ({processor}), {measur
 - *flat*: the last third of a phase lies at most a quarter above its first third. For times: at most twice the mean
   before while the transaction is held, and one and a half times after it. A statement whose calls handle as many rows
   as have piled up is slower only if its time per call and its time per row are.
-- *bounded*: it grows up to the named bound.
+- *bounded*: it grows up to the named bound. For times: more than twice the mean before while the transaction is held, and
+  the last third of that phase at most a quarter above its first third.
 - *growing*: neither; `make soak` fails.
 - *not judged*: the phases of the run are too short for sizes and times.
 

@@ -7,9 +7,9 @@
 --
 -- Every search goes through the index on lease_expires_at, from a time on: while a transaction elsewhere
 -- stays open, the index keeps an entry of every lease that ended, and a search from the start would read
--- all of them (decision 0005). The plans are generic ones: a plan for an empty array of ids may use any partial index,
--- since a condition that is never true implies that of each index. A search by id has its condition on the lease in a
--- CASE, so that it cannot use the index of leases.
+-- all of them (decision 0005). Functions that search by id have generic plans: a plan for an empty array of ids may use any
+-- partial index, since a condition that is never true implies the condition of each index. Such a search also has its
+-- condition on the lease in a CASE, so that it cannot use the index of leases.
 
 -- Requeues jobs whose lease expired (p_timeout NULL), or that were claimed longer ago than p_timeout; ends
 -- those with no attempts left as failed. Returns the number of stale jobs.
