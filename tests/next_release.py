@@ -29,7 +29,7 @@ EDITS = {
         "p_suspects_alone boolean DEFAULT true)": "p_suspects_alone boolean DEFAULT true,\n"
         "    p_next_release text DEFAULT NULL)"
     },
-    "lanes.sql": {"RETURN interval '1 second';": "RETURN interval '2 seconds';"},
+    "lanes.sql": {"RETURN interval '250 milliseconds';": "RETURN interval '2 seconds';"},
 }
 
 

@@ -233,13 +233,19 @@ class IdempotencyConflict(InvalidJob):
 
 
 class LeaseLost(HowdahError):
-    """The lease was lost: the job was recovered, cancelled or claimed again. Nothing was written."""
+    """The lease was lost: the job was recovered, cancelled or claimed again. Nothing was written, except if `in_doubt`: the
+    connection broke before the answer to an earlier send, which may have ended the job."""
 
-    def __init__(self, ids: Iterable[UUID]) -> None:
+    def __init__(self, ids: Iterable[UUID], *, in_doubt: bool = False) -> None:
         self.ids = tuple(ids)
+        self.in_doubt = in_doubt
         which = ", ".join(map(str, self.ids[:3])) + (" …" if len(self.ids) > 3 else "")
+        lost = f"the lease on {counted(len(self.ids), 'job')} was lost"
         super().__init__(
-            f"the lease on {counted(len(self.ids), 'job')} was lost and nothing was written about them: {which}. "
+            f"{lost}: {which}. The connection broke before the first answer, so this call may have written it before "
+            "that; read the job to find out."
+            if in_doubt
+            else f"{lost} and nothing was written about them: {which}. "
             "Another worker may be running them; stop working on them."
         )
 

@@ -188,6 +188,16 @@ def test_only_a_crash_between_two_claims_excuses_a_claim_that_was_undone() -> No
     assert calm.work(2.1, "b", 11).ack(2.3, "b", 11).row(fence="b").broken() == ["P3"]
 
 
+def test_a_claim_that_was_undone_is_no_lease_for_any_later_claim() -> None:
+    """The second claim fails at once, and the third comes before the lease of the first would have expired."""
+    fault = {"fault": 5, "name": "any fault", "scope": "server"}
+    story = Story().enqueue(0, JOB).claim(1, "a", durable=False)
+    story.line(1.1, "fault", 1, phase="begin", **fault).line(1.3, "fault", 1, phase="end", **fault)
+    story.claim(1.5, "b", 11).work(1.55, "b", 11).ack(1.6, "b", 11, what="fail", final=False)
+    story.claim(2, "c", 11, claims=2, attempt=2).work(2.1, "c", 11).ack(2.3, "c", 11)
+    assert story.row(fence="c", attempts=2).broken() == []
+
+
 @pytest.mark.parametrize(("asked", "broken"), [(1.01, ["P3"]), (0.95, []), (1.05, [])])
 def test_a_claim_that_was_flushed_is_not_undone_by_a_crash(asked: float, broken: list[str]) -> None:
     # An enqueue takes 0.1 s here. It flushes the claim if it is sent after the claim's reply and answered before the

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reference import REFUNDS, Soon, must
+from reference import REFUNDS, Requeued, Soon, must
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,12 +59,16 @@ def _set_due_time(
     if isinstance(job.run_at, Soon):
         due = job.run_at.delay
         must(since + due <= run_at <= now + due, f"P7: {job.id} is due at the wrong time")
-        place = reference.jobs
-        if client in reference.open and job.id in reference.open[client].wrote:
-            place = reference.open[client].wrote
-        place[job.id] = replace(job, run_at=run_at)
+    elif isinstance(job.run_at, Requeued):
+        if job.lane not in reference.extended_lanes or run_at != job.run_at.own:
+            same(run_at, job.run_at.head, f"the due time of {job.id}")
     else:
         same(run_at, job.run_at, f"the due time of {job.id}")
+        return
+    place = reference.jobs
+    if client in reference.open and job.id in reference.open[client].wrote:
+        place = reference.open[client].wrote
+    place[job.id] = replace(job, run_at=run_at)
 
 
 def _check_promises(found: dict[UUID, dict[str, Any]], view: dict[UUID, ModelJob]) -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
 REFUNDS = 10
-MARGIN = timedelta(seconds=1)
-GAP = timedelta(seconds=0.25)
+MARGIN = timedelta(milliseconds=250)
+GAP = timedelta(seconds=2)  # a claim moves a head only if it searched from longer before
 HOUR = timedelta(hours=1)
 
 Lane = tuple[str, int]  # job type and priority; the queue is always the same
@@ -44,6 +44,15 @@ class Soon:
     delay: timedelta = timedelta()
 
 
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """A due time that was raised to the lane's head, until it is compared. Not if the same operation first added a row
+    to a lane that is closing: the new row has no head."""
+
+    own: datetime
+    head: datetime
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A job to enqueue."""
@@ -62,7 +71,7 @@ class ModelJob:
 
     id: UUID
     spec: Spec
-    run_at: datetime | Soon
+    run_at: datetime | Soon | Requeued
     turn: int  # corresponds to seq; only the order matters
     status: str = "pending"
     attempts: int = 0
@@ -129,6 +138,7 @@ class Reference:
         self.unassigned_keys: list[str] = []
         self.open: dict[int, Transaction] = {}
         self.heads: Heads = {}  # as the current transaction sees them
+        self.extended_lanes: set[Lane] = set()  # to which the last operation added a row
         self.endings: Counter[UUID] = Counter()  # accepted since the last retry, committed or not
         self._turn = 0
 
@@ -519,23 +529,29 @@ class Reference:
         for key, turn in freed:
             assert key is not None
             _, waiting = self._jobs_of_key(client, key)
-            following = [job for job in waiting if job.turn > turn]
+            # A job of an unassigned key may not be behind the holder yet.
+            is_unassigned = key in self._unassigned(client)
+            following = [job for job in waiting if is_unassigned or job.turn > turn]
             if following and not self._give_key(client, following[0]):
                 self.open[client].unassigned_keys.append(key)
 
-    def _requeue_at(self, job: ModelJob) -> datetime | Soon:
+    def _unassigned(self, client: int) -> list[str]:
+        own = self.open[client]
+        return self.unassigned_keys[own.drained :] + own.unassigned_keys
+
+    def _requeue_at(self, job: ModelJob) -> datetime | Soon | Requeued:
         """Never below the head: a claim would not find the job there."""
         head = self.heads.get(job.lane)
-        if head is None or isinstance(job.run_at, Soon):
+        if head is None or not isinstance(job.run_at, datetime) or job.run_at >= head:
             return job.run_at
-        return max(job.run_at, head)
+        return Requeued(job.run_at, head)
 
 
 def _turn(job: ModelJob) -> int:
     return job.turn
 
 
-def _unclaimed(job: ModelJob, run_at: datetime | Soon) -> ModelJob:
+def _unclaimed(job: ModelJob, run_at: datetime | Soon | Requeued) -> ModelJob:
     return replace(
         job, status="pending", run_at=run_at, lease=None, left=timedelta(), started=False
     )

@@ -118,6 +118,34 @@ def a_producer_of_a_key_commits_late(system: System) -> None:
     system.commit(0)
 
 
+def a_producer_of_a_key_spans_sweeps(system: System) -> None:
+    """Its job is put behind the holder by the duty `keys`: the holder is locked when it commits."""
+    system.begin(0)
+    system.enqueue(0, KEYED)
+    system.enqueue(1, KEYED, KEYED)
+    system.complete(1, system.claim(1))
+    for _ in range(3):
+        system.sweep()
+    system.begin(1)
+    claims = system.claim(1)
+    system.commit(0)
+    system.commit(1)
+    system.assign_keys()
+    system.complete(1, claims)
+
+
+def a_holder_ends_before_a_late_job_is_behind_it(system: System) -> None:
+    system.begin(0)
+    system.enqueue(0, KEYED)
+    system.enqueue(1, KEYED)
+    system.begin(1)
+    claims = system.claim(1)
+    system.commit(0)
+    system.commit(1)
+    system.enqueue(2, KEYED)
+    system.complete(1, claims)
+
+
 def a_waiting_job_is_being_cancelled(system: System) -> None:
     _, waiting, _ = system.enqueue(0, KEYED, KEYED, KEYED)
     system.begin(1)

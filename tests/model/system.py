@@ -128,9 +128,16 @@ class System:
         self._move_back(OBSERVER, by, jobs.keys() - locked_ids, once.keys() - locked_keys)
         for client in (*self.reference.open, OBSERVER):
             self._move_extensions_back(client, by)
-        columns = ("head_at", "swept_at", "swept_before_at", "swept_lasting_at", "empty_at")
-        moved = ", ".join(f"{column} = {column} - %(by)s" for column in columns)
-        self.clients.run(OBSERVER, f"UPDATE lanes SET {moved}", {"by": by})
+        self.clients.run(
+            OBSERVER,
+            "UPDATE lanes SET head_at = head_at - %s",
+            by,
+        )
+        moved = ", ".join(
+            f"{name} = ARRAY (SELECT at - %(by)s FROM unnest({name}) WITH ORDINALITY AS r (at, n) ORDER BY n)"
+            for name in ("heads", "raised", "used")
+        )
+        self.clients.run(OBSERVER, f"UPDATE sweeps SET {moved}", {"by": by})
         # Without `since`, the duty `late` searches from the start: the model does not move its window.
         self.clients.run(
             OBSERVER,
@@ -317,12 +324,13 @@ class System:
         self.reference.heads = self.clients.heads(OBSERVER)
         for found, first, _ in self.reference.claimable(OBSERVER, self._clock):
             if found == lane:
-                self.peeks.append(Peek(lane, self.reference.heads[lane], first.at()))
+                stored = self.clients.stored_heads()[lane, False]
+                self.peeks.append(Peek(lane, stored, first.at()))
 
     def move_head(self, n: int = -1) -> None:
         """End a claim that peeked earlier: compare and set of the head."""
         peek = self.peeks[n]
-        before = self.clients.lane_rows()
+        before = self.clients.stored_heads()
         self.clients.run(
             OBSERVER,
             "SELECT move_head('default', %s, %s, coalesce(%s, '-infinity'::timestamptz), %s)",
@@ -334,7 +342,7 @@ class System:
             row: peek.first_seen - MARGIN if (row[0], head) == (peek.lane, peek.head) else head
             for row, head in before.items()
         }
-        same(self.clients.lane_rows(), expected, "a head moves only from where the claim saw it")
+        same(self.clients.stored_heads(), expected, "a head moves only from where the claim saw it")
 
     # ── acknowledging ─────────────────────────────────────────────────────────────────────────────
 
@@ -536,13 +544,13 @@ class System:
             rows = self.clients.run(OBSERVER, "SELECT duty, error FROM run_maintenance()")
             self.clients.run(OBSERVER, "UPDATE maintenance SET due_at = 'infinity'")
             same([tuple(row.values()) for row in rows], [(duty, None)], "a duty that is due runs")
-            reference.heads = self.clients.heads(OBSERVER)
             match duty:
                 case "recover" | "late":
                     reference.recover(OBSERVER, stale)
                 case "keys":
                     reference.assign_keys(OBSERVER)
                 case "sweep":
+                    reference.heads = self.clients.heads(OBSERVER)
                     self._check_nothing_is_hidden()
                     self._undo_moves_up()
                 case "prune":
@@ -567,8 +575,10 @@ class System:
             if head is not None and (was is None or was < head):
                 self.clients.run(
                     OBSERVER,
-                    "UPDATE lanes SET head_at = coalesce(%s, '-infinity'::timestamptz) "
-                    "WHERE job_type = %s AND priority = %s AND twin = %s",
+                    "WITH lane AS (UPDATE lanes SET head_at = h FROM "
+                    "(SELECT coalesce(%s, '-infinity'::timestamptz) AS h) AS t "
+                    "WHERE job_type = %s AND priority = %s AND twin = %s RETURNING number, h) "
+                    "UPDATE sweeps SET raised[lane.number %% 256 + 1] = h FROM lane",
                     was,
                     job_type,
                     priority,
@@ -600,6 +610,9 @@ class System:
         since = self._clock
         committed = self.clients.run(OBSERVER, STATE)
         now = self.clients.now()
+        self.reference.extended_lanes = {
+            row[0] for row in self.clients.lane_rows(client).keys() - self._rows_before.keys()
+        }
         if client in self.reference.open:
             compare_jobs(
                 self.reference, client, self.clients.run(client, STATE), since, self.clients.now()

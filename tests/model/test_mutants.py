@@ -136,14 +136,14 @@ MUTANTS = [
     Mutant(
         "a requeued job is due above the head",
         "requeue_at",
-        {"least(min(l.head_at), clock_timestamp())": "NULL::timestamptz"},
+        {"greatest(p_run_at, (": "coalesce(p_run_at, ("},
         scenarios.a_job_comes_back_below_the_head,
         says="the due time of",
     ),
     Mutant(
         "the sweep lowers a head that hides a job",
         "sweep_lane",
-        {"j.run_at < p_lane.head_at": "false"},
+        {"v_from timestamptz := least(p_from, p_head)": "v_from timestamptz := p_head"},
         scenarios.a_claim_moves_the_head_late,
         says="hidden after a sweep",
     ),
@@ -157,13 +157,24 @@ MUTANTS = [
     Mutant(
         "the second check for a key holder",
         "assign_key",
-        {
-            "NOT EXISTS (SELECT FROM live_jobs AS j "
-            "WHERE j.ordering_key = p_key AND j.holds_key)": "true"
-        },
+        {"WHERE j.ordering_key = p_key AND j.holds_key AND j.seq >= v_floor": "WHERE false"},
         scenarios.a_key_is_taken_while_its_holder_is_locked,
         says="the state of job",
         walks=200,
+    ),
+    Mutant(
+        "a floor of keys lies below the jobs of open transactions",
+        "key_floors",
+        {"p_lasting_seq + 1": "9223372036854775807"},
+        scenarios.a_producer_of_a_key_spans_sweeps,
+        says="the line before a key",
+    ),
+    Mutant(
+        "a floor of keys waits for transactions that span sweeps",
+        "store_sweep",
+        {"unnest(coalesce(v_last.seqs[1], 0) || v_new.seqs[2:])": "unnest(v_last.seqs[1:1])"},
+        scenarios.a_producer_of_a_key_spans_sweeps,
+        says="the line before a key",
     ),
     Mutant(
         "jobs that commit late go behind the key holder",
@@ -179,6 +190,13 @@ MUTANTS = [
         scenarios.a_key_goes_along_its_line,
         says="'holds_key': True",
         walks=200,
+    ),
+    Mutant(
+        "a key that is unassigned is handed over to a job that committed late",
+        "hand_over_keys",
+        {"THEN key_floor(v_freed.key) ELSE": "THEN v_freed.seq ELSE"},
+        scenarios.a_holder_ends_before_a_late_job_is_behind_it,
+        says="the state of job",
     ),
     Mutant(
         "handing over a key does not wait",

@@ -3,6 +3,9 @@ Claiming, completing and recovering must not pay for them."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,7 +15,7 @@ from plans import buffers
 from psycopg import IsolationLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from howdah.embedded import EmbeddedServer
 
@@ -206,13 +209,13 @@ def test_a_call_that_finds_nothing_reads_no_dead_entries(
 # ── claims of one job ─────────────────────────────────────────────────────────────────────────────
 
 ONE = "SELECT id, lease_id FROM howdah.claim_job_batch('worker', NULL, 1, '1 hour', p_suspects_alone => false)"
-SINGLE = """
+ONE_BY_ONE = """
 DO $$
 DECLARE
     v_job record;
 BEGIN
-    FOR n IN 1..%s LOOP
-        PERFORM howdah.enqueue_job('type ' || n %% 8);
+    FOR n IN 1..%(count)s LOOP
+        PERFORM howdah.enqueue_job(%(job)s);
         COMMIT;
         SELECT id, lease_id INTO v_job
         FROM howdah.claim_job_batch('worker', NULL, 1, '1 hour', p_suspects_alone => false);
@@ -223,11 +226,14 @@ END $$
 """
 
 
-def test_claims_of_one_job_do_not_read_more_the_longer_a_transaction_stays_open(
-    fresh_database: str,
-) -> None:
-    """Eight lanes, one job at a time, and a sweep now and then, as in production: the pages of a claim are those of
-    the last seconds, and the sweep reads no more than what was written since the sweep before the last."""
+def run_one_by_one(conn: Connection, count: int, job: str) -> None:
+    """Enqueue, claim and complete so many jobs, one at a time."""
+    conn.execute((ONE_BY_ONE % {"count": count, "job": job}).encode())
+
+
+@pytest.fixture
+def held(fresh_database: str) -> Iterator[Connection]:
+    """A database with a transaction that stays open."""
     with (
         psycopg.connect(fresh_database, autocommit=True) as conn,
         psycopg.connect(fresh_database) as elsewhere,
@@ -235,13 +241,129 @@ def test_claims_of_one_job_do_not_read_more_the_longer_a_transaction_stays_open(
         conn.execute("SET synchronous_commit = off")
         elsewhere.isolation_level = IsolationLevel.REPEATABLE_READ
         elsewhere.execute("SELECT count(*) FROM howdah.migrations")
-        claims, sweeps = [], []
-        for _ in range(6):
-            conn.execute((SINGLE % 1500).encode())
-            sweeps.append(buffers(conn, SWEEP))
-            conn.execute("SELECT howdah.enqueue_job('type 0')")
-            claims.append(buffers(conn, ONE))
-            conn.execute("SELECT howdah.cancel_jobs(ARRAY (SELECT id FROM howdah.live_jobs))")
-        # The first rounds fill the time that heads and sweeps look back.
-        assert max(claims[3:]) <= 2 * max(claims[:2]), (claims, sweeps)
-        assert max(sweeps[3:]) <= 2 * max(sweeps[:3]), (claims, sweeps)
+        yield conn
+
+
+@pytest.fixture
+def connect_fresh(fresh_database: str) -> Iterator[Callable[[], Connection]]:
+    """Opens further connections to the database of `held`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(psycopg.connect(fresh_database))
+
+
+def test_claims_of_one_job_do_not_read_more_the_longer_a_transaction_stays_open(
+    held: Connection,
+) -> None:
+    """Eight lanes, one job at a time, and a sweep now and then, as in production: the pages of a claim are those of
+    the last seconds, and the sweep reads no more than what was written since the sweep before the last."""
+    claims, sweeps = [], []
+    rates = []  # a claim reads the entries of a quarter of a second, a sweep those since the sweep before the last
+    for _ in range(9):
+        began = time.monotonic()
+        run_one_by_one(held, 1500, "'type ' || n % 8")
+        rates.append(1500 / (time.monotonic() - began))
+        sweeps.append(buffers(held, SWEEP))
+        held.execute("SELECT howdah.enqueue_job('type 0')")
+        claims.append(buffers(held, ONE))
+        held.execute("SELECT howdah.cancel_jobs(ARRAY (SELECT id FROM howdah.live_jobs))")
+    # The first round fills the time that heads and sweeps look back. Medians: heads move by chance.
+    per_rate = [pages / rate for pages, rate in zip(claims, rates, strict=True)]
+    assert median(per_rate[5:]) <= 1.5 * median(per_rate[1:5]), (claims, rates)
+    assert median(sweeps[5:]) <= 1.5 * median(sweeps[1:5]), (claims, sweeps)
+
+
+def test_a_sweep_does_not_read_more_while_there_is_always_an_open_producer(
+    held: Connection, connect_fresh: Callable[[], Connection]
+) -> None:
+    """Each producer spans some sweeps and the beginning of the next one, so there is no sweep that none spans."""
+    producers = [connect_fresh(), connect_fresh()]
+    read = []
+    for n in range(24):
+        producers[n % 2].execute("SELECT howdah.enqueue_job('late', p_ordering_key => 'late')")
+        rows(held, SWEEP)
+        producers[1 - n % 2].commit()
+        run_one_by_one(held, 100, f"'type ' || n % 4, p_ordering_key => '{n} ' || n % 50")
+        read.append(buffers(held, SWEEP))
+    assert max(read[12:]) <= 1.5 * max(read[4:12]), read
+
+
+# ── what else a transaction that stays open keeps ─────────────────────────────────────────────────
+
+WATCHED = """
+DO $$
+BEGIN
+    FOR n IN 1..%s LOOP
+        PERFORM howdah.watch_jobs('watcher', ARRAY[gen_random_uuid()]);
+        COMMIT;
+        DELETE FROM howdah.watchers;
+        COMMIT;
+    END LOOP;
+END $$
+"""
+CANCELLED_EARLY = """
+DO $$
+BEGIN
+    FOR n IN 1..%s LOOP
+        PERFORM howdah.cancel_jobs(ARRAY[howdah.enqueue_job('work', p_run_at => now() + interval '1 minute')]);
+        COMMIT;
+    END LOOP;
+END $$
+"""
+
+
+def test_a_job_of_a_key_does_not_read_those_that_have_ended(held: Connection) -> None:
+    """The key has no holder whenever a job is enqueued, so its holder is searched for."""
+    enqueued, assigned = [], []
+    for _ in range(5):
+        run_one_by_one(held, 400, "'work', p_ordering_key => 'key'")
+        for _ in range(2):
+            rows(held, SWEEP)
+        enqueued.append(buffers(held, "SELECT howdah.enqueue_job('work', p_ordering_key => 'key')"))
+        held.execute("INSERT INTO howdah.unassigned_keys (ordering_key) VALUES ('key')")
+        assigned.append(buffers(held, "SELECT howdah.assign_keys()"))
+        held.execute("SELECT howdah.cancel_jobs(ARRAY (SELECT id FROM howdah.live_jobs))")
+    assert max(enqueued[1:]) <= enqueued[0] + 20, (enqueued, assigned)
+    assert max(assigned[1:]) <= assigned[0] + 20, (enqueued, assigned)
+
+
+def test_a_completion_does_not_read_watchers_that_have_gone(held: Connection) -> None:
+    read = []
+    for _ in range(3):
+        held.execute((WATCHED % 2000).encode())
+        held.execute("SELECT howdah.enqueue_job('work')")
+        (job,) = claim(held, 1)
+        read.append(buffers(held, COMPLETE, *fences([job])))
+    assert max(read[1:]) <= read[0] + 20, read
+
+
+@pytest.mark.parametrize("call", ["SELECT * FROM howdah.next_wake('worker')", SWEEP])
+def test_jobs_that_were_cancelled_before_they_were_due_are_not_read(
+    held: Connection, call: str
+) -> None:
+    read = []
+    for _ in range(3):
+        held.execute((CANCELLED_EARLY % 2000).encode())
+        read.append(buffers(held, call))
+    assert max(read[1:]) <= read[0] + 20, read
+
+
+def test_pruning_does_not_read_what_was_pruned(held: Connection) -> None:
+    key = "p_idempotency_key => gen_random_uuid()::text"
+    read = []
+    for _ in range(6):
+        run_one_by_one(held, 300, f"'work', p_keep => interval '1 second', {key}")
+        held.execute("UPDATE howdah.idempotency_keys SET expires_at = clock_timestamp()")
+        held.execute((WATCHED % 300).encode())
+        held.execute(
+            f"SELECT howdah.cancel_jobs(ARRAY[howdah.enqueue_job('work', {key})])".encode()
+        )
+        # Until the jobs have expired, and nothing that expired before the last run is left.
+        held.execute("SELECT pg_sleep(1.1)")
+        held.execute(
+            "UPDATE howdah.maintenance SET observed = clock_timestamp(), reached = now() WHERE duty = 'prune'"
+        )
+        read.append(buffers(held, "SELECT * FROM howdah.prune()"))
+        assert rows(held, "SELECT FROM howdah.finished_jobs_short") == []
+        assert rows(held, "SELECT FROM howdah.idempotency_keys") == []
+        assert rows(held, "SELECT FROM howdah.freed_keys") == []
+    assert max(read[3:]) <= 1.2 * read[1], read

@@ -63,6 +63,18 @@ def make_slow(conn: Connection, table: str, seconds: float) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("took", "wait"),
+    [(None, 0.5), (0.02, 1.0), (2, 5.0), (12, 12.0), (3600, 60.0)],
+)
+def test_a_slow_run_postpones_a_sweep_by_five_seconds_or_by_the_time_that_it_took(
+    conn: Connection, took: float | None, wait: float
+) -> None:
+    seconds = "make_interval(secs => %s)"
+    statement = f"SELECT howdah.duty_wait(period, spacing, {seconds}, false) = {seconds} FROM howdah.maintenance"
+    assert value(conn, f"{statement} WHERE duty = 'sweep'", took, wait)
+
+
 def test_each_step_is_one_duty_and_recovery_comes_first(conn: Connection) -> None:
     conn.execute(MAKE_DUE + " - interval '1 second'")
     conn.execute(MAKE_DUE + " WHERE duty = 'recover'")

@@ -426,7 +426,7 @@ def test_functions_of_another_build_of_the_same_version_are_replaced(
     queue = JobQueue(empty_database)  # the first use by this build
     queue.pending()
     queue.close()
-    assert value(filled, "SELECT howdah.head_margin() = interval '1 second'")
+    assert value(filled, "SELECT howdah.head_margin() = interval '250 milliseconds'")
     assert everything(filled) == before
 
 
@@ -437,7 +437,7 @@ async def test_the_async_client_replaces_functions_of_another_build_too(
     queue = AsyncJobQueue(empty_database)
     await queue.pending()
     await queue.close()
-    assert value(filled, "SELECT howdah.head_margin() = interval '1 second'")
+    assert value(filled, "SELECT howdah.head_margin() = interval '250 milliseconds'")
 
 
 def test_without_permission_to_create_functions_of_another_build_are_an_error(

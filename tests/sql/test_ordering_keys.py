@@ -326,3 +326,43 @@ def test_a_key_is_left_to_the_duty_once_however_many_of_its_jobs_one_transaction
     while jobs := claim(conn):
         done += complete(conn, *jobs)
     assert len(done) == 4
+
+
+@pytest.mark.parametrize("why", ["the holder is locked", "its snapshot is old"])
+def test_a_job_that_committed_late_is_not_overtaken(
+    connect: Connect, conn: Connection, why: str
+) -> None:
+    """Its transaction could not put it behind the holder, and the holder ends before the duty `keys` runs."""
+    late = connect(autocommit=False)
+    if why == "its snapshot is old":
+        late.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    enqueue(late, keyed("late"))
+    enqueue(conn, keyed("holder"))
+    (holder,) = claim(conn)
+    locker = connect(autocommit=False)
+    if why == "the holder is locked":
+        locker.execute("SELECT FROM howdah.live_jobs WHERE id = %s FOR UPDATE", (holder.id,))
+    late.commit()
+    locker.rollback()
+    enqueue(conn, keyed("after"))
+    complete(conn, holder)
+    assert drain(conn) == ["late", "after"]
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_keys_are_assigned_although_the_sequence_was_set_back(
+    conn: Connection, swept: bool
+) -> None:
+    """By TRUNCATE ... RESTART IDENTITY, or on a server that got the rows and not the sequence."""
+    for n in range(40):
+        enqueue(conn, keyed(str(n), key=str(n % 8)))
+    drain(conn)
+    maintain(conn, "sweep")
+    maintain(conn, "sweep")
+    assert value(conn, "SELECT min(f) FROM howdah.sweeps, unnest(key_floors) AS f") > 20
+    conn.execute("TRUNCATE howdah.live_jobs RESTART IDENTITY")
+    enqueue(conn, *(keyed(str(n), key=str(n % 8)) for n in range(16)))
+    if swept:
+        conn.execute("UPDATE howdah.live_jobs SET holds_key = false, blockers = 1")
+        maintain(conn, "sweep")
+    assert sorted(drain(conn), key=int) == [str(n) for n in range(16)]

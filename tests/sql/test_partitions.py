@@ -494,6 +494,11 @@ def let_expire(conn: Connection, by: str) -> None:
     conn.execute(
         "UPDATE howdah.finished_jobs_short SET completed_at = completed_at - %s::interval", (by,)
     )
+    conn.execute(
+        "UPDATE howdah.maintenance SET state = jsonb_set(state, '{from}', to_jsonb("
+        "(state ->> 'from')::timestamptz - %s::interval)) WHERE duty = 'prune' AND state ? 'from'",
+        (by,),
+    )
     for _ in range(2):
         conn.execute("UPDATE howdah.maintenance SET observed = observed - interval '1 minute'")
         maintain(conn, "prune")
@@ -529,6 +534,26 @@ def test_a_failed_job_that_is_kept_for_a_minute_is_removed_with_its_events(
     assert value(conn, "SELECT count(*) FROM howdah.job_events") == 0
 
 
+def test_a_job_whose_completion_commits_after_it_expired_is_removed_within_the_hour(
+    conn: Connection,
+) -> None:
+    finish(conn, keep="00:01:00", count=1)
+    let_expire(conn, "4 minutes")
+    assert value(conn, "SELECT count(*) FROM howdah.finished_jobs_short") == 0
+    finish(conn, keep="00:01:00", count=1)
+    conn.execute(
+        "UPDATE howdah.finished_jobs_short SET completed_at = completed_at - interval '10 minutes'"
+    )
+    maintain(conn, "prune")
+    assert value(conn, "SELECT count(*) FROM howdah.finished_jobs_short") == 1
+    conn.execute(
+        "UPDATE howdah.maintenance SET state = jsonb_set(state, '{whole_at}', to_jsonb("
+        "now() - interval '61 minutes')) WHERE duty = 'prune'"
+    )
+    maintain(conn, "prune")
+    assert value(conn, "SELECT count(*) FROM howdah.finished_jobs_short") == 0
+
+
 def test_expired_jobs_are_removed_in_batches_found_by_an_index(conn: Connection) -> None:
     for _ in range(3):
         finish(conn, keep="00:01:00", count=4_000)
@@ -536,16 +561,14 @@ def test_expired_jobs_are_removed_in_batches_found_by_an_index(conn: Connection)
         "UPDATE howdah.finished_jobs_short SET completed_at = completed_at - interval '1 hour'"
     )
     finish(conn, keep="23:00:00", count=4_000)
-    for _ in range(2):
-        conn.execute("UPDATE howdah.maintenance SET observed = observed - interval '1 minute'")
-        conn.execute("SELECT howdah.confirmed_time('prune', '30 seconds')")
+    remove = "SELECT howdah.prune_table('finished_jobs_short', '-infinity', now() - interval '30 minutes', %s)"
     with explained(conn) as nodes:
-        assert value(conn, "SELECT howdah.remove_expired(5000)") == 5_000
+        assert value(conn, remove, 5_000) == 5_000
     assert [
         str(node) for node in nodes if node.relation == "finished_jobs_short" and node.rows > 5_001
     ] == []
-    assert value(conn, "SELECT howdah.remove_expired()") == 7_000
-    assert value(conn, "SELECT howdah.remove_expired()") == 0
+    assert value(conn, remove, 10_000) == 7_000
+    assert value(conn, remove, 10_000) == 0
     assert value(conn, "SELECT count(*) FROM howdah.finished_jobs") == 4_000
 
 

@@ -27,7 +27,10 @@ def sweep(conn: Connection, times: int = 1, *, later: bool = True) -> None:
     """Sweep, each time as if eleven minutes had passed."""
     for _ in range(times):
         if later:
-            conn.execute("UPDATE howdah.lanes SET empty_at = empty_at - interval '11 minutes'")
+            conn.execute(
+                "UPDATE howdah.sweeps SET used = ARRAY (SELECT at - interval '11 minutes' "
+                "FROM unnest(used) WITH ORDINALITY AS u (at, n) ORDER BY n)"
+            )
         maintain(conn, "sweep")
 
 
@@ -58,7 +61,8 @@ def test_an_unused_lane_is_removed(conn: Connection) -> None:
 def test_a_lane_whose_search_is_slow_stays_for_another_ten_minutes(conn: Connection) -> None:
     limit_search(conn, "0")
     sweep(conn, SWEEPS)
-    assert rows(conn, "SELECT closing, empty_at IS NOT NULL FROM howdah.lanes") == [(0, True)]
+    assert rows(conn, "SELECT closing FROM howdah.lanes") == [(0,)]
+    assert value(conn, "SELECT used[1] > now() - interval '1 minute' FROM howdah.sweeps")
 
 
 @pytest.mark.usefixtures("used")
@@ -82,6 +86,20 @@ def test_a_lane_stays_while_its_job_is_being_run(conn: Connection) -> None:
     sweep(conn, 2 * SWEEPS)
     conn.execute("SELECT howdah.release_jobs(%s, %s)", fences([job]))
     assert [again.id for again in claim(conn)] == [job.id]
+
+
+@pytest.mark.usefixtures("used")
+def test_a_lane_in_which_a_sweep_found_a_job_stays_although_it_is_empty_later(
+    conn: Connection,
+) -> None:
+    """Its dead entries would be read from the start if it were removed and added again."""
+    limit_search(conn, "1 hour")
+    for _ in range(3):
+        enqueue(conn, WORK)
+        sweep(conn)
+        complete(conn, *claim(conn))
+        sweep(conn, 2 * SWEEPS, later=False)
+        assert lanes(conn) == 1
 
 
 @pytest.mark.usefixtures("used")

@@ -411,3 +411,14 @@ plain.task(name="thread:reporting")(reporting_in_thread)
 @plain.task(name="process:reporting", run_in="process")
 def reporting(path: str, ctx: Context) -> int:
     return reporting_in_thread(path, ctx)
+
+
+@plain.task(name="process:surroundings", run_in="process")
+def surroundings() -> list[Any]:
+    """What it finds; it leaves something else."""
+    umask = os.umask(0o007)
+    found = [os.getcwd(), os.environ.get("LEFT_BEHIND"), os.environ.get("HOME"), umask]
+    os.chdir("/")
+    os.environ["LEFT_BEHIND"] = "yes"
+    os.environ.pop("HOME", None)
+    return found

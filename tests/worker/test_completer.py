@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from howdah.database.async_store import AsyncStore
 from howdah.database.store import Store
 from howdah.execution.heartbeat import Heartbeat
 from howdah.execution.run import Run
 from howdah.hooks import Hooks
-from howdah.outcome import Completed
+from howdah.outcome import Completed, CompletedByHandler
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker.completer import Completer
 from howdah.worker.throughput import Throughput
 from waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
+    from uuid import UUID
 
     import psycopg
-    import pytest
 
     from howdah import JobQueue
     from proxy import Proxy
@@ -138,3 +141,85 @@ async def test_outcomes_that_a_server_timeout_always_cancels_end_by_rule_and_kee
     assert "statement timeout" in (slow.last_error or "")
     await store.close()
     await asyncio.to_thread(heartbeat_store.close)
+
+
+@asynccontextmanager
+async def claimed(
+    url: str, database: str, count: int
+) -> AsyncIterator[tuple[Completer, list[Run], dict[UUID, str]]]:
+    """A completer, runs of claimed jobs, and the states that hooks receive."""
+    statements = WorkerStatements("howdah")
+    store, heartbeat_store = AsyncStore(url, "howdah"), Store(database, "howdah")
+    states: dict[UUID, str] = {}
+    hooks = Hooks([lambda change: states.update({change.id: change.state})])
+    heartbeat = Heartbeat(heartbeat_store, statements, LEASE, lambda run: None)
+    completer = Completer(store, statements, heartbeat, hooks, Throughput())
+    jobs = await store.run(
+        statements.claim("worker", ["work"], count, LEASE, ["default"], ignore_heads=True)
+    )
+    runs = [Run(id=job.id, lease_id=job.lease_id, job=job, task=None) for job in jobs]
+    for run in runs:
+        heartbeat.add(run)
+    writing = asyncio.gather(completer.run(), completer.run_rejected())
+    yield completer, runs, states
+    async with asyncio.timeout(120):
+        await completer.drain()
+    writing.cancel()
+    await asyncio.to_thread(hooks.stop)
+    await store.close()
+    await asyncio.to_thread(heartbeat_store.close)
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [
+        ("SELECT howdah.complete_jobs(%(ids)s, %(leases)s)", "completed"),
+        ("UPDATE howdah.live_jobs SET keep = '0'", "completed"),  # and then completed
+        ("SELECT howdah.recover_stale_jobs('0 s')", "lost"),
+        ("SELECT howdah.fail_jobs(%(ids)s, %(leases)s, '{no}', '{NULL}')", "lost"),
+    ],
+)
+async def test_a_handler_has_completed_its_job_only_if_its_transaction_did(
+    database: str,
+    queue: JobQueue,
+    connect: Callable[..., psycopg.Connection[Any]],
+    ending: str,
+    state: str,
+) -> None:
+    """Nothing is left to write, so the database rejects the outcome in each case."""
+    conn = connect()
+    queue.enqueue("work")
+    async with claimed(database, database, 1) as (completer, (run,), states):
+        fence = {"ids": [run.id], "leases": [run.lease_id]}
+        conn.execute(ending.encode(), fence)
+        if state == "completed":
+            conn.execute("SELECT howdah.complete_jobs(%(ids)s, %(leases)s)", fence)
+        completer.put(run, CompletedByHandler())
+    assert states == {run.id: state}
+
+
+async def test_a_completion_whose_answer_was_lost_counts_although_the_next_send_is_cancelled(
+    proxy: Proxy,
+    database: str,
+    queue: JobQueue,
+    connect: Callable[..., psycopg.Connection[Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The statement of a batch is divided then, and its parts must know that they may have been executed."""
+    conn, locker = connect(), connect(autocommit=False)
+    name = database.partition("?")[0].rpartition("/")[2]
+    queue.enqueue_many([{"job_type": "work"}] * 3)
+    waiting = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%complete_jobs%'"
+
+    def lock() -> None:
+        locker.execute("LOCK TABLE howdah.finished_jobs IN ACCESS EXCLUSIVE MODE")
+
+    async with claimed(proxy.url(name), database, 3) as (completer, runs, states):
+        proxy.cut(b"cut-here", executed=True, then=lock)
+        for run in runs:
+            completer.put(run, Completed('"cut-here"'))
+        await eventually(lambda: conn.execute(waiting).fetchone(), "the completion is sent again")
+        conn.execute(f"SELECT pg_cancel_backend(pid) FROM ({waiting}) AS w".encode())
+        locker.rollback()
+    assert states == {run.id: "completed" for run in runs}
+    assert "lease" not in caplog.text

@@ -110,8 +110,8 @@ async def test_a_statement_that_takes_too_long_is_divided_and_each_outcome_count
             completer.put(run, Completed("1"))
         async with asyncio.timeout(240):
             await completer.drain()
-        assert sent.counts[0] == 100
-        assert min(sent.counts) <= 25
+        # The server may not receive the cancellation of the first statement: then it executes that one to its end.
+        assert sent.counts[:2] == [100, 50]
         completed = connect().execute(
             "SELECT count(*), count(DISTINCT id) FROM howdah.jobs WHERE status = 'completed'"
         )

@@ -138,3 +138,13 @@ async def test_a_pool_that_cannot_be_started_uses_no_attempt(
     async with running_worker(module_app):
         assert await handle.aresult(60) == {"x": 1, "attempt": 1}
     assert failures
+
+
+async def test_a_job_does_not_inherit_what_the_one_before_has_changed_in_its_process(
+    module_app: App, running_worker: RunWorker
+) -> None:
+    async with running_worker(module_app, processes=1):
+        task = module_app.tasks["process:surroundings"]
+        found = [await (await task.aenqueue()).aresult(60) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0][1] is None

@@ -137,7 +137,7 @@ class Operations(NewJobs):
         if settled.locked:
             raise JobLocked(sorted(settled.locked), lost=sorted(settled.lost))
         if settled.lost:
-            raise LeaseLost(sorted(settled.lost))
+            raise LeaseLost(sorted(settled.lost), in_doubt=settled.in_doubt)
 
     # `on_caller_connection`: the fences are kept, because the caller's transaction may still roll back.
 

@@ -25,6 +25,8 @@ class Settled:
     lost: frozenset[UUID] = frozenset()
     locked: frozenset[UUID] = frozenset()
     """The lease is not lost, and the row stayed locked until no time was left."""
+    in_doubt: bool = False
+    """A statement was sent again because it was not answered: the first send may have ended the jobs that are lost."""
 
 
 def settle(
@@ -42,22 +44,20 @@ def settle(
     def form(at: Sequence[int]) -> Statement[list[UUID]]:
         """The statement, or after a send without an answer its idempotent form: that send may still run."""
         statement = build(at)
-        first = statement.resend
-        if first is None:
-            return statement
+        again = statement.resend
 
         def resend() -> Statement[list[UUID]]:
             nonlocal is_in_doubt
             is_in_doubt = True
-            return first()
+            return statement if again is None else again()
 
-        return replace(first() if is_in_doubt else statement, resend=resend)
+        return replace(statement if again is None or not is_in_doubt else again(), resend=resend)
 
     while True:
         accepted = set((yield form(places)))
         places = [n for n in places if ids[n] not in accepted]
         if not places:
-            return Settled(frozenset(lost))
+            return Settled(frozenset(lost), in_doubt=is_in_doubt)
         held = set(
             (yield statements.held_jobs([ids[n] for n in places], [fences[n] for n in places]))
         )
@@ -69,6 +69,6 @@ def settle(
         lost.update(ids[n] for n in gone)
         places = [n for n in places if (ids[n], fences[n]) in held]
         if not places:
-            return Settled(frozenset(lost))
+            return Settled(frozenset(lost), in_doubt=is_in_doubt)
         if not (yield None):
-            return Settled(frozenset(lost), frozenset(ids[n] for n in places))
+            return Settled(frozenset(lost), frozenset(ids[n] for n in places), is_in_doubt)

@@ -211,6 +211,9 @@ class Completer:
                 break
             except Exception as error:
                 tries += 1
+                if resent or isinstance(error, DatabaseTimeout):
+                    for run, _ in group:
+                        run.in_doubt = True
                 is_cancelled = len(group) == 1 and is_statement_cancelled(error)
                 if not _is_transient(error) or (is_cancelled and tries >= CANCELLED_TRIES):
                     return await self._split(queue, group, error, last_try=last_try)
@@ -221,7 +224,7 @@ class Completer:
                     fields={"outcomes": len(group), "error": str(error)},
                 )  # fmt: skip
                 if is_too_much(error) and not is_cancelled:
-                    self._write_later(queue, group, error)
+                    self._write_later(queue, group)
                     return False
                 await asyncio.sleep(backoff.next())
                 # Not the first form: what an attempt without an answer has written counts as its own.
@@ -236,15 +239,12 @@ class Completer:
         self._finish([each for each in group if each[0].id in accepted], accepted)
         return True
 
-    def _lose(self, group: list[Written]) -> None:
+    def _lose(self, group: list[Finished]) -> None:
         self._finish(group, set())
 
-    def _write_later(self, queue: OutcomeQueue, group: list[Written], error: Exception) -> None:
+    def _write_later(self, queue: OutcomeQueue, group: list[Written]) -> None:
         """A statement was too much for the server: write fewer outcomes at once. An outcome that takes too long
         by itself must not delay the others."""
-        if isinstance(error, DatabaseTimeout):
-            for run, _ in group:
-                run.in_doubt = True
         later = self._large if len(group) == 1 else queue
         later.shrink(len(group))
         later.put_back(group)

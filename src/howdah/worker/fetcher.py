@@ -41,7 +41,7 @@ POLL_SECONDS = 1.0
 # The longest that a due job waits if the worker chosen for it is gone and another one is idle.
 POLL_SECONDS_LISTENING = 2.0
 QUICK_POLLS_SECONDS = 5.0
-HEAD_MARGIN_SECONDS = 1.0
+HEAD_MARGIN_SECONDS = 0.25
 MAX_CLAIM_BYTES = (
     4 << 20
 )  # of the data of jobs; more of them may not arrive before the statement timeout
@@ -105,8 +105,9 @@ class Fetcher:
         self._has_work_since = time.monotonic()  # or has had none since
         self._full_since: float | None = None
         self._most = PREFETCH_JOBS  # jobs to claim at once
-        # Seconds from our monotonic clock to the database's clock. Our wall clock may jump.
-        self._clock_offset: float | None = None
+        # Seconds from our monotonic clock to the database's clock, at least and at most: the answer that told the time
+        # may have been slow. Our wall clock may jump.
+        self._clock_offset: tuple[float, float] | None = None
         listener.subscribe(wake_channel(worker_id), self._on_notification)
         slots.on_demand(self.wake)
 
@@ -124,13 +125,13 @@ class Fetcher:
             self._late.update(types if text else ())
             self._wake_to_claim(types)
             return
-        now = time.monotonic() + self._clock_offset
+        now, latest = (time.monotonic() + offset for offset in self._clock_offset)
         for _, job_type, due, *_ in mine:
             if now < due < now + QUICK_POLLS_SECONDS:
                 self._wake_at(due, now, job_type)
         if mine:
             types = {lane[1] for lane in mine if lane[2] <= now}
-            self._late.update(lane[1] for lane in mine if lane[2] < now - HEAD_MARGIN_SECONDS)
+            self._late.update(lane[1] for lane in mine if lane[2] < latest - HEAD_MARGIN_SECONDS)
         elif text:
             self._late.update(types)
         if types:
@@ -355,10 +356,12 @@ class Fetcher:
             and time.monotonic() - self._flagged_at > IDLE_HYSTERESIS_SECONDS
         ):
             await self._flag(idle=False)  # a notification would be lost
+        asked_at = time.monotonic()
         due, rank, database_now = await self._store.run(
             self._statements.next_wake(self._worker_id, job_types, self._queues, polls)
         )
-        self._clock_offset = database_now.timestamp() - time.monotonic()
+        told = database_now.timestamp()
+        self._clock_offset = told - time.monotonic(), told - asked_at
         until_due = math.inf
         if due is not None:
             until_due = (due - database_now).total_seconds()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from howdah.database.backoff import Backoff, jittered
 from howdah.encoding.safe_logger import get_logger
+from howdah.outcome import CompletedByHandler, Lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
     from howdah.database.async_store import AsyncStore
     from howdah.execution.repeated_lines import RepeatedLines
     from howdah.execution.run import Run
-    from howdah.outcome import Acknowledgement
+    from howdah.outcome import Acknowledgement, Outcome
+    from howdah.protocol.statements import Statement
     from howdah.protocol.worker_statements import WorkerStatements
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 Rejected: TypeAlias = "tuple[Run, Acknowledgement]"
 
@@ -44,7 +48,7 @@ class RejectedOutcomes:
         statements: WorkerStatements,
         lines: RepeatedLines,
         write: Callable[[Run, Acknowledgement], None],
-        lose: Callable[[list[Rejected]], None],
+        lose: Callable[[list[tuple[Run, Outcome]]], None],
         on_locked: Callable[[Run], None],
     ) -> None:
         self._store = store
@@ -76,14 +80,31 @@ class RejectedOutcomes:
                 del self._outcomes[run]
             if not self._outcomes:
                 self._arrived.clear()
-            self._lose(
-                [
-                    each
-                    for each in batch
-                    if _fence(each[0]) not in held and not self._send_again(each)
-                ]
-            )
+            gone = [
+                each for each in batch if _fence(each[0]) not in held and not self._send_again(each)
+            ]
+            self._lose(await self._check_handlers(gone))
             self._write_later([each for each in batch if _fence(each[0]) in held])
+
+    async def _check_handlers(self, gone: list[Rejected]) -> list[tuple[Run, Outcome]]:
+        """A handler that completed its job in its own transaction has nothing left to write, so its outcome is rejected,
+        unless the transaction rolled back. Then the lease was lost, or the job has ended in another way. A job that is
+        no longer there was completed with `keep=0`."""
+        ids = [run.id for run, outcome in gone if isinstance(outcome, CompletedByHandler)]
+        if not ids:
+            return list(gone)
+        found = {job.id: job for job in await self._read(self._statements.get_many(ids))}
+
+        def is_completed(run: Run) -> bool:
+            job = found.get(run.id)
+            return job is None or (job.status == "completed" and job.lease_id == run.lease_id)
+
+        return [
+            (run, Lost())
+            if isinstance(outcome, CompletedByHandler) and not is_completed(run)
+            else (run, outcome)
+            for run, outcome in gone
+        ]
 
     def _send_again(self, rejected: Rejected) -> bool:
         """Write an outcome again, once, that an earlier send without an answer may have written."""
@@ -119,16 +140,20 @@ class RejectedOutcomes:
 
     async def _ask(self, runs: list[Run]) -> set[tuple[UUID, UUID]]:
         """The fences of the runs whose lease was not lost."""
-        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
-        statement = self._statements.held_jobs(
-            [run.id for run in runs], [run.lease_id for run in runs]
+        return set(
+            await self._read(
+                self._statements.held_jobs([run.id for run in runs], [run.lease_id for run in runs])
+            )
         )
+
+    async def _read(self, statement: Statement[list[T]]) -> list[T]:
+        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
         while True:
             try:
-                return set(await self._store.run(statement))
+                return await self._store.run(statement)
             except Exception as error:
                 self._lines.log(
-                    logger, logging.WARNING, "leases of rejected outcomes could not be read; retrying",
+                    logger, logging.WARNING, "jobs of rejected outcomes could not be read; retrying",
                     kind=("held", type(error)), fields={"error": str(error)},
                 )  # fmt: skip
                 await asyncio.sleep(backoff.next())

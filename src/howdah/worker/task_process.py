@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -126,7 +127,7 @@ def begin(address: str, set_up: Callable[[], object] | None = None) -> None:
             handler.addFilter(_add_job_id)
     _reports, _directory = _Reports(address), Path(address).parent
     forks.guard()
-    _reset_process(os.getcwd())
+    _Surroundings.now().restore()
     _exit_with_worker()
 
 
@@ -137,15 +138,37 @@ def _add_job_id(record: logging.LogRecord) -> bool:
     return True
 
 
-def _reset_process(directory: str) -> None:
-    """Undo what the handler before may have changed: signal handlers, timers, the working directory."""
-    # Ctrl-C and init systems signal the whole process group, but only the worker may stop this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _on_sigterm)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    with contextlib.suppress(OSError):
-        os.chdir(directory)
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a handler may change in its process and the next one must not inherit."""
+
+    directory: str
+    environment: dict[str, str]
+    umask: int
+
+    @classmethod
+    def now(cls) -> _Surroundings:
+        umask = os.umask(0o077)  # the only way to read it
+        os.umask(umask)
+        try:
+            directory = os.getcwd()
+        except OSError:  # it was removed
+            directory = "/"
+        return cls(directory, dict(os.environ), umask)
+
+    def restore(self) -> None:
+        """Undo what the handler has changed, also signal handlers and timers."""
+        # Ctrl-C and init systems signal the whole process group, but only the worker may stop this process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _on_sigterm)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with contextlib.suppress(OSError):
+            os.chdir(self.directory)
+        os.umask(self.umask)
+        if dict(os.environ) != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
 
 
 def _on_sigterm(_signal: int, _frame: object) -> None:
@@ -176,7 +199,7 @@ def run(module: str, name: str, claimed: dict[str, Any], is_suspect: bool) -> Ou
     resources = _child_resources(task)
     if is_suspect and not _reports.is_admitted(state.fence):
         return Released()
-    directory = os.getcwd()
+    before = _Surroundings.now()
     context = make_context(
         task, job, data=msgspec.Raw(job.data), sink=_reports, run=state, resources=resources
     )
@@ -190,7 +213,7 @@ def run(module: str, name: str, claimed: dict[str, Any], is_suspect: bool) -> Ou
         finally:
             _running = None
             forks.leave_if_forked()
-    _reset_process(directory)
+    before.restore()
     if isinstance(outcome, Failed):
         # Without the exception, which may not be picklable.
         outcome = Failed(outcome.error, outcome.traceback, outcome.retry_in)

@@ -54,15 +54,23 @@ class LeaseCheck(Check):
 
     def live_leases(self, record: JobRecord) -> Iterator[Finding]:
         """A claim that was answered while an earlier lease can neither have expired nor been acknowledged."""
+        # Whichever later claim shows that a crash undid it: its lease never existed.
+        void = {
+            first.fence
+            for first, later in successions(record.leases)
+            if first.claim is not None
+            and later.claim is not None
+            and self._is_undone(first.claim, later.claim)
+        }
         for first, second in successions(record.leases):
             if first.claim is None or second.claim is None:
+                continue
+            if first.fence in void:
                 continue
             answered = second.claim.t
             known = [b for b in (first.claim, *first.beats) if b["asked"] < answered]
             last = max(known, key=lambda line: line["asked"], default=None)
             if last is None or any(line.t < answered for line in first.invoked):
-                continue
-            if self._is_undone(first.claim, second.claim):
                 continue
             if self._clock_jumped(first.claim["asked"], answered):
                 continue

@@ -60,6 +60,9 @@ BEGIN
             NULL;  -- still locked: rejected; held_jobs still returns it, and the caller tries again
         END;
     END IF;
+    IF v_locked = '{}' THEN
+        RETURN array_fill(NULL::uuid, ARRAY[coalesce(cardinality(p_ids), 0)]);
+    END IF;
     RETURN ARRAY (
         SELECT CASE WHEN a.holds AND a.first THEN a.id END
         FROM (SELECT u.id, u.n, j.id IS NOT NULL AS holds,
@@ -169,6 +172,7 @@ RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
@@ -270,6 +274,7 @@ RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_accepted uuid[];
@@ -290,6 +295,7 @@ RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
@@ -347,6 +353,7 @@ RETURNS SETOF uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT SET jit = off
 SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);

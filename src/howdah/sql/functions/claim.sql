@@ -11,9 +11,9 @@
 -- Filtering by type after the sort would make a backlog of one type slow down every other type.
 --
 -- A claim starts at the lane's head (see lanes.sql), unless that lies in the future: then the server's clock
--- was ahead. It raises the head to the first job that the check saw if it searched from more than a quarter
--- of a second before, with a chance of one in two hundred for each job taken (decision 0031). Not to the
--- first job it took: another worker's jobs may be requeued.
+-- was ahead. sweep_lanes raises heads. If it does not run, a claim that searched from more than two seconds before
+-- the first job that the check saw raises the head to that job, with a chance of one in a hundred for each job
+-- taken (decision 0031). Not to the first job it took: another worker's jobs may be requeued.
 -- p_ignore_heads is for a worker that received a notification of a job older than the margin (decision
 -- 0017).
 --
@@ -56,15 +56,17 @@ BEGIN
         v_types := hash_types(p_job_types);
     END IF;
     FOR v_lane IN
-        SELECT l.queue, l.job_type, l.priority, l.head_at, first.run_at AS first_seen, first.suspect
+        SELECT l.queue, l.job_type, l.priority, l.head_at, h.head_at AS searched_from,
+               first.run_at AS first_seen, first.suspect
         FROM lanes AS l
+        CROSS JOIN LATERAL lane_head(l.head_at, l.number) AS h
         CROSS JOIN LATERAL (
             SELECT j.run_at, p_suspects_alone AND j.claims > j.attempts AS suspect
             FROM live_jobs AS j
             WHERE j.status = 'pending' AND j.blockers = 0
               AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
-              AND j.run_at >= CASE WHEN p_ignore_heads OR l.head_at > v_now THEN '-infinity'
-                                   ELSE l.head_at END
+              AND j.run_at >= CASE WHEN p_ignore_heads OR h.head_at > v_now THEN '-infinity'
+                                   ELSE h.head_at END
               AND j.run_at <= v_now
             ORDER BY j.run_at, j.id
             LIMIT 1) AS first
@@ -123,7 +125,7 @@ BEGIN
         GET DIAGNOSTICS v_claimed = ROW_COUNT;
         -- Only raised: a requeued job is due at the head or later, not before it.
         v_head := least(v_lane.first_seen, v_now - head_margin());
-        IF v_head > v_lane.head_at + interval '250 milliseconds' AND random() * 200 < v_claimed THEN
+        IF v_head > v_lane.searched_from + interval '2 seconds' AND random() * 100 < v_claimed THEN
             PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at, v_head);
         END IF;
         v_left := v_left - v_claimed;

@@ -250,7 +250,7 @@ CREATE OR REPLACE FUNCTION require_read_committed(p_given uuid[], p_known uuid[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' AND NOT p_known @> p_given THEN
+    IF NOT sees_new_commits() AND NOT p_known @> p_given THEN
         RAISE EXCEPTION 'a job with an id of your own cannot be enqueued in a transaction that is %: its snapshot '
                         'may not show that the job exists', upper(current_setting('transaction_isolation'))
             USING ERRCODE = 'feature_not_supported',

@@ -155,29 +155,37 @@ AS $$
 $$;
 
 -- Removes keys that were freed, and the rows of freed_keys whose key is gone or was taken again. Returns the larger
--- of the two numbers. Two statements: the second sees what the first one removed.
+-- of the two numbers. Two statements: the second sees what the first one removed. Keys are searched by the job of a row of
+-- freed_keys: the other way round reads all keys, also those that a transaction which stays open keeps.
 CREATE OR REPLACE FUNCTION remove_freed_keys(p_limit int) RETURNS bigint
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET enable_nestloop = on
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
+    v_jobs uuid[] := ARRAY (SELECT f.job_id FROM freed_keys AS f LIMIT p_limit);
     v_keys bigint;
     v_freed bigint;
 BEGIN
+    IF v_jobs = '{}' THEN
+        RETURN 0;
+    END IF;
     DELETE FROM idempotency_keys
     WHERE ctid = ANY (ARRAY (
         SELECT k.ctid
-        FROM freed_keys AS f
-        JOIN idempotency_keys AS k ON k.job_id = f.job_id AND k.holding_id = f.holding_id
-        LIMIT p_limit
-        FOR UPDATE OF k SKIP LOCKED));
+        FROM idempotency_keys AS k
+        WHERE k.job_id = ANY (v_jobs)
+          AND EXISTS (SELECT FROM freed_keys AS f WHERE f.holding_id = k.holding_id)
+        FOR UPDATE SKIP LOCKED));
     GET DIAGNOSTICS v_keys = ROW_COUNT;
     DELETE FROM freed_keys
     WHERE ctid = ANY (ARRAY (
         SELECT f.ctid FROM freed_keys AS f
         WHERE NOT EXISTS (
-            SELECT FROM idempotency_keys AS k WHERE k.job_id = f.job_id AND k.holding_id = f.holding_id)
+            SELECT FROM idempotency_keys AS k
+            WHERE k.job_id = f.job_id AND k.holding_id = f.holding_id
+            OFFSET 0)
         LIMIT p_limit
         FOR UPDATE SKIP LOCKED));
     GET DIAGNOSTICS v_freed = ROW_COUNT;

@@ -1,13 +1,13 @@
 -- Lanes and their heads: a lane is one (queue, job type, priority); a claim searches the index lane by
 -- lane.
 --
--- Owns the table lanes. While a transaction elsewhere stays open, claimed jobs leave index entries that
--- vacuum cannot remove, and every claim would scan all of them. So each lane has head_at, a lower bound for
--- the due time of its first pending job, and a claim starts there. This keeps a claim's cost independent of
+-- Owns the tables lanes and sweeps. While a transaction elsewhere stays open, claimed jobs leave index
+-- entries that vacuum cannot remove, and every claim would scan all of them. So each lane has a head, a lower bound
+-- for the due time of its first pending job, and a claim starts there. This keeps a claim's cost independent of
 -- dead entries (P10).
 --
--- A claim raises a head. Only sweep_lanes lowers one, and repairs what the other writers may miss
--- (decision 0031). It also removes lanes that are no longer used (decision 0032).
+-- sweep_lanes raises heads, and claims if it does not run. Only sweep_lanes lowers one, and repairs what the other
+-- writers may miss (decision 0031). It also removes lanes that are no longer used (decision 0032).
 
 -- Adds a lane unless another transaction is adding it now: its commit, or sweep_lanes, makes the lane
 -- visible. A row that sweep_lanes is about to remove does not count; the new row is then its twin. One lock for
@@ -48,9 +48,17 @@ END $$;
 -- longer, and sweep_lanes finds the job in any case (decision 0017).
 CREATE OR REPLACE FUNCTION head_margin() RETURNS interval
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
-RETURN interval '1 second';
+RETURN interval '250 milliseconds';
 
--- Compare and set, without waiting: a head that another transaction moved meanwhile is more recent.
+-- The head of a lane. The planner inlines this, and reads the row of sweeps once for all lanes.
+CREATE OR REPLACE FUNCTION lane_head(p_head_at timestamptz, p_number int) RETURNS TABLE (head_at timestamptz)
+LANGUAGE sql STABLE
+BEGIN ATOMIC
+    SELECT greatest(p_head_at, (SELECT s.raised FROM sweeps AS s ORDER BY s.id DESC LIMIT 1)[p_number % 256 + 1])
+    OFFSET 0;
+END;
+
+-- Moves the head of a lane's row, without waiting and without overwriting what another transaction moved.
 CREATE OR REPLACE FUNCTION move_head(
     p_queue text, p_job_type text, p_priority int, p_from timestamptz, p_to timestamptz)
 RETURNS void
@@ -77,8 +85,10 @@ RETURNS timestamptz
 LANGUAGE sql STABLE SET search_path FROM CURRENT
 AS $$
     SELECT greatest(p_run_at, (
-        SELECT CASE WHEN current_setting('transaction_isolation') = 'read committed'
-                    THEN least(min(l.head_at), clock_timestamp())
+        SELECT CASE WHEN sees_new_commits()
+                    THEN least(min(greatest(l.head_at, (
+                        SELECT s.raised FROM sweeps AS s ORDER BY s.id DESC LIMIT 1)[l.number % 256 + 1])),
+                        clock_timestamp())
                     ELSE clock_timestamp() END
         FROM lanes AS l
         WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority
@@ -86,33 +96,187 @@ AS $$
 $$;
 
 -- The duty `sweep`: adds missing lanes, lowers a head that hides a job, moves back a head that lies in the
--- future, raises a head from which a scan takes long, and removes unused lanes.
+-- future, raises the others, and removes unused lanes. Returns what it could not do.
 --
--- The order matters: first the heads, then which transactions are writing, then the jobs. A transaction
--- that starts to write after the second step reads these heads or higher ones; one that ended before it is
--- visible to the third step.
-CREATE OR REPLACE FUNCTION sweep_lanes() RETURNS void
+-- One sweep at a time. Its lock ends with it and not with the transaction: a transaction that stays open after it ran
+-- maintenance must not stop the sweeps of others.
+CREATE OR REPLACE FUNCTION sweep_lanes() RETURNS text
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+DECLARE
+    v_lock bigint := hashtextextended(current_schema() || ':sweep', 0);
+BEGIN
+    IF NOT sees_new_commits() THEN
+        PERFORM add_missing_lanes();
+        RETURN needs_new_commits();
+    ELSIF NOT pg_try_advisory_lock(v_lock) THEN
+        RETURN NULL;
+    END IF;
+    BEGIN
+        PERFORM add_missing_lanes();
+        PERFORM store_sweep();
+    EXCEPTION WHEN query_canceled OR OTHERS THEN
+        PERFORM pg_advisory_unlock(v_lock);
+        RAISE;
+    END;
+    PERFORM pg_advisory_unlock(v_lock);
+    RETURN NULL;
+END $$;
+
+-- Sweeps every lane and stores what the next sweep needs.
+--
+-- A job below its head was written by a transaction that read a lower head. A transaction that starts to write after a
+-- sweep reads the heads of that sweep or higher ones. So for each open transaction a sweep notes the last sweep before it
+-- was found, and keeps the heads of those sweeps: when it has ended, each lane is searched from them (decision 0031).
+--
+-- The order matters: first the heads and the last seq, then which transactions are writing, then the jobs. A
+-- transaction that starts to write after the second step reads these heads or higher ones and gets a higher seq; one
+-- that ended before it is visible to the third step.
+--
+-- Sweeps have ascending ids. One in a transaction that stays open becomes visible after later ones, and is ignored then.
+-- For that, each sweep that does not see the last id is stored, although nothing has changed.
+CREATE OR REPLACE FUNCTION store_sweep() RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = on SET enable_mergejoin = off SET enable_nestloop = off
 SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
+    v_last sweeps;
+    v_kept timestamptz[];      -- the heads that the last sweep has kept
+    v_count int;               -- of its lanes
     v_lanes lanes[];
-    v_lane lanes;
-    v_writers record;
+    v_heads timestamptz[];
+    v_places int[];            -- of the lanes among those of the last sweep
+    v_open text[];
+    v_searched int[];          -- the places of the sweeps whose heads the ended transactions may have read, 0: unknown
+    v_lasting boolean;         -- whether a transaction that the last sweep had found is still open
+    v_from timestamptz;
+    v_head timestamptz;
+    v_is_due boolean;
+    v_closing int;
+    v_began timestamptz := clock_timestamp();
+    v_slot int;
+    v_sweep int;
+    v_from_id bigint;
+    -- The arrays of v_new: in the record, each assignment to one place would copy the whole array.
+    v_stored timestamptz[] := '{}';
+    v_raised timestamptz[] := array_fill(NULL::timestamptz, ARRAY[256]);
+    v_quiet int[] := '{}';
+    v_used timestamptz[] := '{}';
+    v_is_last boolean;         -- whether no later sweep is in a transaction that is still open
+    v_new sweeps;
 BEGIN
-    IF pg_try_advisory_xact_lock(hashtextextended(current_schema() || ':sweep', 0)) THEN
-        PERFORM add_missing_lanes();
-        v_lanes := ARRAY (SELECT l FROM lanes AS l);
-        v_writers := note_writers();
-        FOREACH v_lane IN ARRAY v_lanes LOOP
-            -- A claim scans every lane: together they should not take long.
-            PERFORM sweep_lane(v_lane, v_writers.ended, v_writers.lasting,
-                               interval '1 millisecond' / greatest(10, cardinality(v_lanes)));
+    SELECT s.* INTO v_last FROM sweeps AS s ORDER BY s.id DESC LIMIT 1;
+    v_is_last := v_last.id = (SELECT s.last_value FROM sweeps_id_seq AS s);
+    v_kept := v_last.heads;
+    v_count := cardinality(v_last.lanes);
+    SELECT coalesce(array_agg(l ORDER BY l.number), '{}'),
+           coalesce(array_agg(l.number ORDER BY l.number), '{}'),
+           array_agg(greatest(l.head_at, v_last.raised[l.number % 256 + 1]) ORDER BY l.number),
+           array_agg(p.place ORDER BY l.number)
+    INTO v_lanes, v_new.lanes, v_heads, v_places
+    FROM lanes AS l
+    LEFT JOIN unnest(v_last.lanes) WITH ORDINALITY AS p (number, place) ON p.number = l.number;
+    v_new.seqs := ARRAY (SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END FROM live_jobs_seq_seq AS s);
+    IF v_new.seqs[1] < v_last.seqs[1] THEN
+        -- The sequence was set back. The keys of jobs that were enqueued since may have no holder.
+        v_last.seqs := array_fill(0::bigint, ARRAY[cardinality(v_last.seqs)]);
+        v_last.key_floors := NULL;
+        INSERT INTO unassigned_keys (ordering_key)
+        SELECT DISTINCT j.ordering_key FROM live_jobs AS j WHERE j.ordering_key IS NOT NULL AND NOT j.holds_key;
+    END IF;
+    v_open := writers_of_jobs();
+    v_new.writers := noted_writers(v_open, v_last.writers, coalesce(v_last.id, 0));
+    v_new.kept_sweeps := NULL::bigint || ARRAY (SELECT DISTINCT w.value::bigint FROM jsonb_each(v_new.writers) AS w);
+    v_searched := ARRAY (
+        SELECT coalesce(array_position(v_last.kept_sweeps, w.sweep), 0)
+        FROM (SELECT v_last.id AS sweep
+              UNION SELECT e.value::bigint FROM jsonb_each(v_last.writers) AS e WHERE e.key <> ALL (v_open)) AS w);
+    v_lasting := coalesce(v_last.writers ?| v_open, false);
+
+
+    FOR n IN 1..cardinality(v_lanes) LOOP
+        v_from := '-infinity';
+        -- If not, the clock was ahead, and these heads say nothing.
+        IF greatest(v_heads[n], v_kept[v_places[n]]) <= clock_timestamp() THEN
+            v_from := 'infinity';
+            FOREACH v_sweep IN ARRAY v_searched LOOP
+                v_from := least(v_from, coalesce(v_kept[(v_sweep - 1) * v_count + v_places[n]], '-infinity'));
+            END LOOP;
+        END IF;
+        v_used[n] := coalesce(v_last.used[v_places[n]], v_began);
+        SELECT s.head_at, s.is_due, s.closing INTO v_head, v_is_due, v_closing FROM sweep_lane(
+            v_lanes[n], v_heads[n], v_from, v_lasting,
+            coalesce(v_last.quiet[v_places[n]] < 2 OR v_new.seqs[1] <> v_last.seqs[1], true),
+            v_used[n] NOT BETWEEN v_began - interval '10 minutes' AND v_began) AS s;
+        IF v_closing = 0 OR v_is_due AND v_used[n] < v_began - interval '1 minute' THEN
+            v_used[n] := v_began;
+        END IF;
+        v_slot := v_lanes[n].number % 256 + 1;
+        v_raised[v_slot] := least(v_raised[v_slot], v_head);
+        v_stored[n] := least(v_heads[n], v_head);
+        v_quiet[n] := CASE WHEN v_is_due OR v_new.seqs[1] IS DISTINCT FROM v_last.seqs[1] THEN 0
+                               ELSE least(coalesce(v_last.quiet[v_places[n]], 0) + 1, 2) END;
+    END LOOP;
+    FOR k IN 2..cardinality(v_new.kept_sweeps) LOOP
+        v_sweep := coalesce(array_position(v_last.kept_sweeps, v_new.kept_sweeps[k]), 0);
+        v_new.seqs[k] := coalesce(v_last.seqs[v_sweep], 0);
+        FOR n IN 1..cardinality(v_lanes) LOOP
+            -- Their transactions may have read a head that was lowered now.
+            v_stored[(k - 1) * cardinality(v_lanes) + n] := least(
+                v_stored[n], coalesce(v_kept[(v_sweep - 1) * v_count + v_places[n]], '-infinity'));
         END LOOP;
+    END LOOP;
+    v_new.heads := v_stored;
+    v_new.raised := v_raised;
+    v_new.quiet := v_quiet;
+    v_new.used := v_used;
+    -- No open transaction commits a job with one of these seqs or a lower one.
+    v_new.key_floors := key_floors(v_last.key_floors, (
+        SELECT min(q) FROM unnest(coalesce(v_last.seqs[1], 0) || v_new.seqs[2:]) AS q));
+    IF (v_new.writers, v_new.lanes, v_new.heads[:cardinality(v_lanes)], v_new.raised, v_new.quiet, v_new.used,
+        v_new.seqs[1], v_new.key_floors)
+       IS DISTINCT FROM
+       (v_last.writers, v_last.lanes, v_kept[:v_count], v_last.raised, v_last.quiet, v_last.used,
+        v_last.seqs[1], v_last.key_floors)
+       OR v_is_last IS NOT TRUE
+    THEN
+        v_new.id := nextval('sweeps_id_seq');
+        IF v_new.id <= v_last.id THEN  -- this sequence was set back
+            v_new.id := setval('sweeps_id_seq', v_last.id + 1);
+        END IF;
+        v_new.kept_sweeps[1] := v_new.id;
+        INSERT INTO sweeps SELECT v_new.*;
+        -- Now and then all: sweeps of transactions that stayed open are behind the last one.
+        v_from_id := CASE WHEN v_new.id % 64 = 0 THEN 0 ELSE v_last.id END;
+        DELETE FROM sweeps
+        WHERE ctid = ANY (ARRAY (
+            SELECT s.ctid FROM sweeps AS s WHERE s.id >= v_from_id AND s.id <= v_last.id FOR UPDATE SKIP LOCKED));
     END IF;
 END $$;
+
+-- The transactions that are writing, each with the last sweep before it was found. At most sixteen sweeps: a transaction
+-- may be noted with an earlier one.
+CREATE OR REPLACE FUNCTION noted_writers(p_open text[], p_noted jsonb, p_last_sweep bigint) RETURNS jsonb
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT
+AS $$
+    WITH noted AS (
+        SELECT o.writer, coalesce(
+                   (p_noted ->> o.writer)::bigint,
+                   -- It may be noted under another name: see writers_of_jobs.
+                   CASE WHEN o.writer LIKE 'prepared %' THEN (
+                       SELECT min(n.value::bigint) FROM jsonb_each_text(p_noted) AS n) END,
+                   p_last_sweep) AS sweep
+        FROM unnest(p_open) AS o (writer)),
+    latest AS (
+        SELECT max(s.sweep) AS sweep
+        FROM (SELECT DISTINCT n.sweep FROM noted AS n ORDER BY n.sweep LIMIT 16) AS s)
+    SELECT coalesce(jsonb_object_agg(n.writer, least(n.sweep, l.sweep)), '{}')
+    FROM noted AS n
+    CROSS JOIN latest AS l
+$$;
 
 -- Adds the lanes of pending jobs that have none: a lane whose transaction was rolled back, or that was
 -- removed while a transaction with an old snapshot used it. Searches only between the lanes that exist:
@@ -136,6 +300,11 @@ BEGIN
         -- other transactions must not wait for that one.
         PERFORM add_lane(m ->> 'queue', m ->> 'job_type', (m ->> 'priority')::int, t.twin)
         FROM jsonb_array_elements(v_missing) AS m, (VALUES (false), (true)) AS t (twin);
+        -- The workers that were woken for these jobs have not found them.
+        PERFORM wake_workers((
+            SELECT jsonb_agg(jsonb_build_array(
+                m ->> 'queue', m ->> 'job_type', extract(epoch FROM clock_timestamp())))
+            FROM jsonb_array_elements(v_missing) AS m));
         v_previous := v_missing;
     END LOOP;
 END $$;
@@ -193,133 +362,91 @@ AS $$
 $$;
 
 -- The other transactions that have written jobs and not ended. Their locks are released after their commit can be
--- seen, so the next statement sees what a transaction that is not among them has written.
+-- seen, so the next statement sees what a transaction that is not among them has written. A prepared transaction gets a
+-- new name when it is prepared, and when the server is restarted. Our functions refuse to be prepared, an INSERT into
+-- live_jobs cannot.
 CREATE OR REPLACE FUNCTION writers_of_jobs() RETURNS text[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 BEGIN RETURN ARRAY (
-    SELECT DISTINCT k.virtualtransaction
+    SELECT DISTINCT CASE WHEN k.pid IS NULL THEN 'prepared ' ELSE '' END || k.virtualtransaction
     FROM pg_locks AS k
     WHERE k.locktype = 'relation' AND k.relation = 'live_jobs'::regclass
       AND k.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
       AND k.mode = 'RowExclusiveLock' AND k.pid IS DISTINCT FROM pg_backend_pid());
 END $$;
 
--- Notes which other transactions have written jobs and not ended. Returns whether one ended that an earlier
--- sweep had noted twice, and whether one is noted for the second time or more: a transaction that spans two
--- sweeps. NULL if the caller's snapshot is older than this statement.
-CREATE OR REPLACE FUNCTION note_writers(OUT ended boolean, OUT lasting boolean)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
-AS $$
-DECLARE
-    v_open text[];
-BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RETURN;
-    END IF;
-    v_open := writers_of_jobs();
-    ended := EXISTS (SELECT FROM open_writers AS w WHERE w.lasting AND w.writer <> ALL (v_open));
-    lasting := EXISTS (SELECT FROM open_writers AS w WHERE w.writer = ANY (v_open));
-    DELETE FROM open_writers AS w WHERE w.writer <> ALL (v_open);
-    UPDATE open_writers AS w SET lasting = true WHERE NOT w.lasting;
-    INSERT INTO open_writers (writer) SELECT unnest(v_open) ON CONFLICT DO NOTHING;
-END $$;
-
--- Sweeps one lane, as it was before note_writers. A job below the head was written by a transaction that
--- read a lower head: no lower than the head of two sweeps ago, or, if the transaction spans more sweeps,
--- than that of the sweep before it started. So only what lies above is searched, not every dead entry.
--- After the server's clock was ahead, these times say nothing.
+-- Sweeps one lane, as it was before writers_of_jobs. p_from: no hidden job is due earlier, so the dead entries below
+-- are not read. p_lasting: see sweep_lanes. p_raise: whether jobs of the lane may have been claimed since the sweep
+-- before the last. p_is_unused: for ten minutes no sweep has found a due job. Returns the new head, whether a job is due,
+-- and how far the lane's removal is, if that was decided now.
 CREATE OR REPLACE FUNCTION sweep_lane(
-    p_lane lanes, p_ended boolean, p_lasting boolean, p_scan_limit interval)
-RETURNS void
+    p_lane lanes, p_head timestamptz, p_from timestamptz, p_lasting boolean, p_raise boolean, p_is_unused boolean,
+    OUT head_at timestamptz, OUT is_due boolean, OUT closing int)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_began timestamptz := clock_timestamp();
-    v_swept lanes := p_lane;
+    v_from timestamptz := least(p_from, p_head);
     v_first timestamptz;
-    v_hidden timestamptz;
-    v_from timestamptz := CASE WHEN p_ended THEN p_lane.swept_lasting_at ELSE p_lane.swept_before_at END;
 BEGIN
     SELECT j.run_at INTO v_first
     FROM live_jobs AS j
     WHERE j.status = 'pending' AND j.blockers = 0
       AND j.queue = p_lane.queue AND j.job_type = p_lane.job_type AND j.priority = p_lane.priority
-      AND j.run_at >= p_lane.head_at
+      -- Not beyond: jobs that were cancelled before they were due leave dead entries there.
+      AND j.run_at >= v_from AND j.run_at <= v_began
     ORDER BY j.run_at, j.id
     LIMIT 1;
-    IF clock_timestamp() - v_began > p_scan_limit THEN
-        v_swept.head_at := greatest(
-            p_lane.head_at, least(coalesce(v_first, v_began), v_began - head_margin()));
+    head_at := least(p_head, v_began - head_margin());
+    is_due := v_first IS NOT NULL;
+    IF v_first < head_at THEN
+        head_at := v_first;
+        PERFORM wake_workers(jsonb_build_array(jsonb_build_array(
+            p_lane.queue, p_lane.job_type, extract(epoch FROM v_first))));
+    ELSIF p_raise OR is_due THEN
+        head_at := least(v_first, v_began - head_margin());
     END IF;
-    IF p_ended IS NULL OR greatest(p_lane.head_at, p_lane.swept_at, p_lane.swept_before_at) > v_began THEN
-        v_from := '-infinity';
-        v_swept.head_at := least(v_swept.head_at, v_began - head_margin());
+    IF head_at < p_lane.head_at THEN
+        PERFORM move_head(p_lane.queue, p_lane.job_type, p_lane.priority, p_lane.head_at, head_at);
     END IF;
-    IF v_from < p_lane.head_at THEN
-        SELECT j.run_at INTO v_hidden
-        FROM live_jobs AS j
-        WHERE j.status = 'pending' AND j.blockers = 0
-          AND j.queue = p_lane.queue AND j.job_type = p_lane.job_type AND j.priority = p_lane.priority
-          AND j.run_at >= v_from AND j.run_at < p_lane.head_at
-        ORDER BY j.run_at, j.id
-        LIMIT 1;
-        IF v_hidden < v_swept.head_at THEN
-            v_swept.head_at := v_hidden;
-            PERFORM wake_workers(jsonb_build_array(jsonb_build_array(
-                p_lane.queue, p_lane.job_type, extract(epoch FROM v_hidden))));
-        END IF;
-    END IF;
-    IF p_lasting IS NOT NULL THEN
-        v_swept.swept_at := least(p_lane.head_at, v_swept.head_at);
-        v_swept.swept_before_at := least(p_lane.swept_at, v_swept.swept_at);
-        v_swept.swept_lasting_at := least(
-            CASE WHEN p_lasting THEN p_lane.swept_lasting_at END, v_swept.swept_before_at);
-        IF p_lane.closing > 0 OR p_lane.empty_at IS NULL AND v_first IS NULL
-           OR p_lane.empty_at NOT BETWEEN v_began - interval '10 minutes' AND v_began
-        THEN
-            v_swept := close_lane(v_swept, coalesce(v_first, v_hidden) IS NULL, p_lasting);
-        END IF;
-    END IF;
-    IF v_swept IS DISTINCT FROM p_lane THEN
-        PERFORM store_sweep(p_lane, v_swept);
+    IF p_lane.closing > 0 OR p_is_unused AND NOT is_due THEN
+        closing := close_lane(p_lane, p_lasting);
+        PERFORM store_closing(p_lane, closing);
     END IF;
 END $$;
 
--- Decides on the removal of an unused lane, in steps (decision 0032). A lane that is empty now and was empty
--- ten minutes ago closes: enqueues that see this add a new row. Those that do not see it have started to
--- write before the next sweep. When no transaction spans the two sweeps after that one, their jobs are
--- visible: the row is removed, or opened again if it has a job.
-CREATE OR REPLACE FUNCTION close_lane(p_lane lanes, p_empty boolean, p_lasting boolean) RETURNS lanes
+-- Decides on the removal of an unused lane, in steps (decision 0032). A lane in which no sweep has found a due job for
+-- ten minutes closes: enqueues that see this add a new row. Those that do not see it have started to write before the
+-- next sweep. When no transaction spans the two sweeps after that one, their jobs are visible: the row is removed, or
+-- opened again if it has a job. Returns the next step; 0: the lane stays, 3: it is removed.
+CREATE OR REPLACE FUNCTION close_lane(p_lane lanes, p_lasting boolean) RETURNS int
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_began timestamptz := clock_timestamp();
-    v_lane lanes := p_lane;
-    v_unused boolean;
+    v_is_empty boolean;
 BEGIN
-    IF p_lane.closing = 1 THEN
-        v_lane.closing := 2;
-    ELSIF p_lane.closing = 2 AND NOT p_lasting THEN
-        v_unused := NOT has_claimed_job(p_lane) AND NOT EXISTS (
+    IF p_lane.closing = 1 OR p_lane.closing = 2 AND p_lasting THEN
+        RETURN 2;
+    ELSIF p_lane.closing = 2 THEN
+        v_is_empty := NOT has_claimed_job(p_lane) AND NOT EXISTS (
             SELECT FROM live_jobs AS j
             WHERE j.status = 'pending' AND j.blockers = 0
               AND j.queue = p_lane.queue AND j.job_type = p_lane.job_type AND j.priority = p_lane.priority);
         -- Dead entries of a lane are skipped only while the lane exists.
-        v_lane.closing := CASE WHEN v_unused AND clock_timestamp() - v_began < interval '5 milliseconds'
-                               THEN 3 ELSE 0 END;
-        v_lane.empty_at := v_began;
-    ELSIF p_lane.closing = 0 AND p_empty AND p_lane.empty_at IS NULL THEN
-        v_lane.empty_at := v_began;
-    ELSIF p_lane.closing = 0 AND p_lane.empty_at NOT BETWEEN v_began - interval '10 minutes' AND v_began THEN
-        v_unused := p_empty AND NOT has_claimed_job(p_lane) AND NOT EXISTS (
+        RETURN CASE WHEN v_is_empty AND clock_timestamp() - v_began < interval '5 milliseconds' THEN 3 ELSE 0 END;
+    END IF;
+    RETURN (NOT has_claimed_job(p_lane)
+        AND NOT EXISTS (
             SELECT FROM lanes AS l
             WHERE l.queue = p_lane.queue AND l.job_type = p_lane.job_type
-              AND l.priority = p_lane.priority AND l.closing > 0);
-        v_lane.closing := v_unused::int;
-        v_lane.empty_at := NULL;
-    END IF;
-    RETURN v_lane;
+              AND l.priority = p_lane.priority AND l.closing > 0)
+        AND NOT EXISTS (
+            SELECT FROM live_jobs AS j
+            WHERE j.status = 'pending' AND j.blockers = 0
+              AND j.queue = p_lane.queue AND j.job_type = p_lane.job_type AND j.priority = p_lane.priority
+              AND j.run_at > v_began))::int;
 END $$;
 
 -- Whether a job of this lane is being run, and may return to it. A lease that ended a minute ago is that of
@@ -336,29 +463,24 @@ BEGIN
           AND j.lease_expires_at >= v_from AND j.priority = p_lane.priority);
 END $$;
 
--- Stores what a sweep found out about a lane, without waiting. A head that a claim moved meanwhile is more
--- recent.
-CREATE OR REPLACE FUNCTION store_sweep(p_lane lanes, p_swept lanes) RETURNS void
+-- Stores what close_lane decided, without waiting.
+CREATE OR REPLACE FUNCTION store_closing(p_lane lanes, p_closing int) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_row tid;
 BEGIN
+    IF p_closing = p_lane.closing THEN
+        RETURN;
+    END IF;
     SELECT l.ctid INTO v_row
     FROM lanes AS l
     WHERE l.queue = p_lane.queue AND l.job_type = p_lane.job_type AND l.priority = p_lane.priority
       AND l.twin = p_lane.twin
     FOR UPDATE SKIP LOCKED;
-    IF p_swept.closing = 3 THEN
+    IF p_closing = 3 THEN
         DELETE FROM lanes AS l WHERE l.ctid = v_row;
     ELSE
-        UPDATE lanes AS l
-        SET head_at = CASE WHEN l.head_at = p_lane.head_at THEN p_swept.head_at ELSE l.head_at END,
-            swept_at = p_swept.swept_at,
-            swept_before_at = p_swept.swept_before_at,
-            swept_lasting_at = p_swept.swept_lasting_at,
-            empty_at = p_swept.empty_at,
-            closing = p_swept.closing
-        WHERE l.ctid = v_row;
+        UPDATE lanes AS l SET closing = p_closing WHERE l.ctid = v_row;
     END IF;
 END $$;

@@ -9,31 +9,53 @@
 -- another; no due time is postponed by a clock that was ahead for a while (decision 0030).
 
 -- The duty `prune`. A table whose rows cannot be removed does not keep the others: the first problem is reported.
+--
+-- It starts where the last complete run ended: while a transaction elsewhere stays open, the rows that were removed stay in
+-- the indexes, and a search from the start would read all of them. Once an hour it does, for rows that were locked then or
+-- were committed late.
 CREATE OR REPLACE FUNCTION prune(p_limit int DEFAULT 10000, OUT more boolean, OUT problem text)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_reached timestamptz := confirmed_time('prune', '30 seconds');
+    v_from timestamptz;
+    v_whole_at timestamptz;  -- when the last run that searched from the start began
     v_table text;
 BEGIN
+    SELECT (m.state ->> 'from')::timestamptz, (m.state ->> 'whole_at')::timestamptz INTO v_from, v_whole_at
+    FROM maintenance AS m
+    WHERE m.duty = 'prune';
+    IF (v_from <= v_reached AND v_whole_at BETWEEN clock_timestamp() - interval '1 hour' AND clock_timestamp())
+       IS NOT TRUE
+    THEN
+        v_from := '-infinity';
+        v_whole_at := clock_timestamp();
+    END IF;
     more := false;
     FOREACH v_table IN ARRAY ARRAY[
         'idempotency_keys', 'freed_keys', 'workers', 'watchers', 'extended_leases', 'throughput',
         'finished_jobs_short']
     LOOP
         BEGIN
-            more := prune_table(v_table, v_reached, p_limit) >= p_limit OR more;
+            more := prune_table(v_table, v_from, v_reached, p_limit) >= p_limit OR more;
         EXCEPTION WHEN OTHERS THEN
             problem := coalesce(problem, format('%s could not be pruned: %s', v_table, SQLERRM));
         END;
     END LOOP;
+    IF NOT more AND problem IS NULL AND v_reached > '-infinity' THEN
+        PERFORM remember('prune', v_reached, jsonb_build_object('from', v_reached, 'whole_at', v_whole_at));
+    END IF;
 END $$;
 
--- Removes some rows that expired before p_reached, and returns their number: idempotency keys, those that were freed,
--- watchers, heartbeats of locked jobs, throughput, jobs kept for less than a day, and workers not seen for a day. One
--- reading of the clock is not enough: see confirmed_time.
-CREATE OR REPLACE FUNCTION prune_table(p_table text, p_reached timestamptz, p_limit int) RETURNS bigint
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+-- Removes some rows that expired from p_from until p_reached, and returns their number: idempotency keys, those that were
+-- freed, watchers, heartbeats of locked jobs, throughput, jobs kept for less than a day, and workers not seen for a day.
+-- One reading of the clock is not enough: see confirmed_time.
+CREATE OR REPLACE FUNCTION prune_table(p_table text, p_from timestamptz, p_reached timestamptz, p_limit int)
+RETURNS bigint
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
+SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_removed bigint;
@@ -43,7 +65,7 @@ BEGIN
         DELETE FROM idempotency_keys
         WHERE ctid = ANY (ARRAY (
             SELECT k.ctid FROM idempotency_keys AS k
-            WHERE k.expires_at <= p_reached
+            WHERE k.expires_at BETWEEN p_from AND p_reached
             ORDER BY k.expires_at
             LIMIT p_limit
             FOR UPDATE SKIP LOCKED));
@@ -61,14 +83,15 @@ BEGIN
         DELETE FROM watchers
         WHERE ctid = ANY (ARRAY (
             SELECT w.ctid FROM watchers AS w
-            WHERE w.until < p_reached
+            WHERE w.until BETWEEN p_from AND p_reached
+            ORDER BY w.until
             LIMIT p_limit
             FOR UPDATE SKIP LOCKED));
     WHEN 'extended_leases' THEN
         DELETE FROM extended_leases
         WHERE ctid = ANY (ARRAY (
             SELECT e.ctid FROM extended_leases AS e
-            WHERE e.expires_at <= p_reached
+            WHERE e.expires_at BETWEEN p_from AND p_reached
             ORDER BY e.expires_at
             LIMIT p_limit
             FOR UPDATE SKIP LOCKED));
@@ -76,12 +99,12 @@ BEGIN
         DELETE FROM throughput
         WHERE ctid = ANY (ARRAY (
             SELECT t.ctid FROM throughput AS t
-            WHERE t.bucket < p_reached - interval '1 day'
+            WHERE t.bucket >= p_from - interval '1 day' AND t.bucket < p_reached - interval '1 day'
             ORDER BY t.bucket
             LIMIT p_limit
             FOR UPDATE SKIP LOCKED));
     WHEN 'finished_jobs_short' THEN
-        RETURN remove_expired(p_limit);
+        RETURN remove_expired(p_from, p_reached, p_limit);
     END CASE;
     GET DIAGNOSTICS v_removed = ROW_COUNT;
     RETURN v_removed;
@@ -97,15 +120,18 @@ AS $$
         SELECT m.ctid FROM maintenance AS m WHERE m.duty = p_duty FOR NO KEY UPDATE SKIP LOCKED))
 $$;
 
--- How long a duty waits after a run. A duty that failed is retried soon, but uses at most a tenth of the time.
--- The last minute of a run that took longer counts: the clock may have jumped meanwhile.
+-- How long a duty waits after a run. `spacing` limits the share of the time that it uses, but not beyond five seconds or
+-- the time that the run took: one slow run of a loaded server must not leave a hidden job waiting for a minute. A duty
+-- that failed is retried soon, but uses at most a tenth of the time. The last minute of a run that took longer counts:
+-- the clock may have jumped meanwhile.
 CREATE OR REPLACE FUNCTION duty_wait(p_period interval, p_spacing int, p_took interval, p_failed boolean)
 RETURNS interval
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN greatest(
     CASE WHEN p_failed THEN least(p_period, interval '1 minute') ELSE p_period END,
-    least(interval '1 minute', coalesce(p_took, interval '0')
-                               * CASE WHEN p_failed THEN greatest(10, p_spacing) ELSE p_spacing END));
+    least(interval '1 minute',
+          coalesce(p_took, interval '0') * CASE WHEN p_failed THEN greatest(10, p_spacing) ELSE p_spacing END,
+          CASE WHEN NOT p_failed THEN greatest(interval '5 seconds', p_took) END));
 
 -- A due time further ahead than the duty ever waits was written by a clock that was ahead: the duty is due.
 CREATE OR REPLACE FUNCTION is_due(p_duty maintenance, p_now timestamptz) RETURNS boolean
@@ -165,7 +191,7 @@ BEGIN
     CASE p_duty
         WHEN 'recover' THEN SELECT r.* INTO more, problem FROM recover_expired() AS r;
         WHEN 'keys' THEN SELECT r.* INTO more, problem FROM assign_waiting_keys() AS r;
-        WHEN 'sweep' THEN PERFORM sweep_lanes();
+        WHEN 'sweep' THEN problem := sweep_lanes();
         WHEN 'late' THEN SELECT r.* INTO more, problem FROM recover_late() AS r;
         WHEN 'clock' THEN SELECT r.* INTO more, problem FROM correct_clock() AS r;
         WHEN 'prune' THEN SELECT r.* INTO more, problem FROM prune() AS r;

@@ -139,14 +139,15 @@ BEGIN
                     extract(epoch FROM CASE WHEN p_ignore_heads THEN due.first ELSE v_now END),
                     l.priority, due.jobs))
          FROM lanes AS l
+         CROSS JOIN LATERAL lane_head(l.head_at, l.number) AS h
          CROSS JOIN LATERAL (
              SELECT min(j.run_at) AS first, count(*) AS jobs
              FROM (SELECT j.run_at
                    FROM live_jobs AS j
                    WHERE j.status = 'pending' AND j.blockers = 0
                      AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
-                     AND j.run_at >= CASE WHEN p_ignore_heads OR l.head_at > v_now THEN '-infinity'
-                                          ELSE l.head_at END
+                     AND j.run_at >= CASE WHEN p_ignore_heads OR h.head_at > v_now THEN '-infinity'
+                                          ELSE h.head_at END
                      AND j.run_at <= v_now
                    ORDER BY j.run_at, j.id
                    LIMIT 10) AS j) AS due
@@ -157,8 +158,9 @@ BEGIN
         left(p_worker_id, 100));
 END $$;
 
--- What an idle worker waits for: when the next job of its lanes is due, and how many idle workers come before
--- it in the order in which they answer. Without an order, all workers of a fleet would claim at that time.
+-- What an idle worker waits for: when the next job of its lanes is due, if in less than five seconds, and how many
+-- idle workers come before it in the order in which they answer. Without an order, all workers of a fleet would claim at
+-- that time.
 -- p_overdue is for a poll: it includes jobs that are due already, so that a worker claims only if there is one.
 CREATE OR REPLACE FUNCTION next_wake(
     p_worker_id text,
@@ -181,14 +183,17 @@ BEGIN
     -- Jobs that became due in the last 100 ms are included: the claim before may have missed them.
     SELECT l.queue, l.job_type, first.run_at INTO v_queue, v_job_type, due_at
     FROM lanes AS l
+    CROSS JOIN LATERAL lane_head(l.head_at, l.number) AS h
     CROSS JOIN LATERAL (
         SELECT j.run_at
         FROM live_jobs AS j
         WHERE j.status = 'pending' AND j.blockers = 0
           AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
-          AND j.run_at > CASE WHEN p_overdue AND l.head_at > statement_timestamp() THEN '-infinity'
-                              WHEN p_overdue THEN l.head_at - interval '1 microsecond'
+          AND j.run_at > CASE WHEN p_overdue AND h.head_at > statement_timestamp() THEN '-infinity'
+                              WHEN p_overdue THEN h.head_at - interval '1 microsecond'
                               ELSE statement_timestamp() - interval '100 milliseconds' END
+          -- A worker polls again before then. Jobs that were cancelled before they were due leave dead entries.
+          AND j.run_at < statement_timestamp() + interval '5 seconds'
         ORDER BY j.run_at, j.id
         LIMIT 1) AS first
     WHERE l.queue = ANY (p_queues)
@@ -198,8 +203,7 @@ BEGIN
     LIMIT 1;
     now := clock_timestamp();
     rank := 0;
-    -- A worker polls again before a job that is due later.
-    IF due_at < now + interval '5 seconds' THEN
+    IF due_at IS NOT NULL THEN
         rank := (
             SELECT count(*)
             FROM workers AS w
@@ -212,15 +216,15 @@ BEGIN
     RETURN NEXT;
 END $$;
 
--- Notifies the watchers of these jobs of a change. The notification carries the id; watchers read the job.
+-- Notifies the watchers of these jobs of a change. The notification carries the id; watchers read the job. By id
+-- alone: asking first whether there is any watcher would read the dead rows of all that have ended.
 CREATE OR REPLACE FUNCTION notify_watchers(p_ids uuid[]) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 BEGIN
-    IF EXISTS (SELECT FROM watchers) THEN
-        PERFORM pg_notify(current_schema() || ':job', t.job_id::text)
-        FROM (SELECT DISTINCT w.job_id FROM watchers AS w WHERE w.job_id = ANY (p_ids)) AS t;
-    END IF;
+    PERFORM pg_notify(current_schema() || ':job', w.job_id::text)
+    FROM watchers AS w
+    WHERE w.job_id = ANY (p_ids);
 END $$;
 
 -- Notifies the workers that run these jobs to check their leases now: a job was cancelled or taken over.

@@ -12,6 +12,37 @@
 -- Nor does a lock taken here outlive a commit: the key holder's row would be locked against its own worker. So
 -- an enqueue assigns keys only while it commits (decision 0034).
 
+-- No live job of this key has a lower seq. Searches for the jobs of a key start here: while a transaction elsewhere
+-- stays open, the index keeps an entry of every job of the key that ended. A snapshot that is older than this
+-- statement shows a lower floor.
+CREATE OR REPLACE FUNCTION key_floor(p_key text) RETURNS bigint
+LANGUAGE sql STABLE
+SET search_path FROM CURRENT
+SET enable_seqscan = off
+AS $$
+    SELECT coalesce((
+        SELECT s.key_floors[(hashtextextended(p_key, 0) & 31) + 1] FROM sweeps AS s ORDER BY s.id DESC LIMIT 1), 0)
+$$;
+
+-- The next floors, for sweep_lanes: the seq of the first live job of every 32nd of all keys, from the last floor on. A
+-- transaction that is open commits no job with p_lasting_seq or a lower one.
+CREATE OR REPLACE FUNCTION key_floors(p_last bigint[], p_lasting_seq bigint) RETURNS bigint[]
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off SET plan_cache_mode = force_generic_plan
+AS $$
+BEGIN RETURN ARRAY (
+    SELECT least(p_lasting_seq + 1, (
+        SELECT j.seq
+        FROM live_jobs AS j
+        WHERE (hashtextextended(j.ordering_key::text, 0) & 31) = b
+          AND j.seq >= coalesce(p_last[b + 1], 0)
+        ORDER BY j.seq
+        LIMIT 1))
+    FROM generate_series(0, 31) AS b
+    ORDER BY b);
+END $$;
+
 -- Gives a key to one waiting job, unless the job's row is locked. Returns whether it did. The job is found by its id
 -- alone: through the index on keys, a search reads the dead entries of every job that has waited for the key.
 CREATE OR REPLACE FUNCTION give_key_to_job(p_key text, p_job_id uuid) RETURNS boolean
@@ -45,7 +76,7 @@ END $$;
 -- or its row is locked. KEY SHARE, so that heartbeats on it go on. If a transaction first updated the row
 -- and then locked it exclusively (progress, then completion), KEY SHARE locks the old version, follows it
 -- to the new one and waits there in spite of SKIP LOCKED: hence the lock_timeout.
-CREATE OR REPLACE FUNCTION lock_key_holder(p_key text) RETURNS bigint
+CREATE OR REPLACE FUNCTION lock_key_holder(p_key text, p_floor bigint) RETURNS bigint
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET lock_timeout = '1ms'
@@ -55,7 +86,7 @@ DECLARE
 BEGIN
     SELECT j.seq INTO v_seq
     FROM live_jobs AS j
-    WHERE j.ordering_key = p_key AND j.holds_key
+    WHERE j.ordering_key = p_key AND j.holds_key AND j.seq >= p_floor
     ORDER BY j.seq DESC
     LIMIT 1
     FOR KEY SHARE SKIP LOCKED;
@@ -71,12 +102,13 @@ CREATE OR REPLACE FUNCTION assign_key(p_key text, p_from_seq bigint DEFAULT 0) R
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
+    v_floor bigint := least(key_floor(p_key), nullif(p_from_seq, 0));  -- below it, if the sequence was set back
     v_holder_seq bigint;
     v_late uuid;
     v_next uuid;
 BEGIN
-    IF current_setting('transaction_isolation') = 'read committed' THEN
-        v_holder_seq := lock_key_holder(p_key);
+    IF sees_new_commits() THEN
+        v_holder_seq := lock_key_holder(p_key, v_floor);
         -- The holder finishes after our commit, which is now, and that transaction sees our job.
         IF v_holder_seq IS NOT NULL THEN
             -- Jobs that commit late go behind the holder: the next job is searched above its seq. One by
@@ -85,7 +117,7 @@ BEGIN
                 SELECT w.id
                 FROM live_jobs AS w
                 WHERE w.ordering_key = p_key AND NOT w.holds_key
-                  AND w.seq >= p_from_seq AND w.seq < v_holder_seq
+                  AND w.seq >= greatest(p_from_seq, v_floor) AND w.seq < v_holder_seq
                 ORDER BY w.seq
                 FOR UPDATE SKIP LOCKED
             LOOP
@@ -94,7 +126,8 @@ BEGIN
             -- A job that was locked (its cancellation may be rolled back) must be checked again.
             IF p_from_seq > 0 OR NOT EXISTS (
                 SELECT FROM live_jobs AS w
-                WHERE w.ordering_key = p_key AND NOT w.holds_key AND w.seq < v_holder_seq)
+                WHERE w.ordering_key = p_key AND NOT w.holds_key
+                  AND w.seq >= v_floor AND w.seq < v_holder_seq)
             THEN
                 RETURN true;
             END IF;
@@ -104,10 +137,13 @@ BEGIN
         IF (p_from_seq = 0 OR key_budget(1) > 0)
            AND pg_try_advisory_xact_lock(hashtextextended(current_schema() || ':key:' || p_key, 0))
         THEN
-            IF NOT EXISTS (SELECT FROM live_jobs AS j WHERE j.ordering_key = p_key AND j.holds_key) THEN
+            IF NOT EXISTS (
+                SELECT FROM live_jobs AS j
+                WHERE j.ordering_key = p_key AND j.holds_key AND j.seq >= v_floor)
+            THEN
                 SELECT j.id INTO v_next
                 FROM live_jobs AS j
-                WHERE j.ordering_key = p_key AND NOT j.holds_key
+                WHERE j.ordering_key = p_key AND NOT j.holds_key AND j.seq >= v_floor
                 ORDER BY j.seq
                 LIMIT 1;
                 IF v_next IS NULL OR give_key_to_job(p_key, v_next) THEN
@@ -181,14 +217,18 @@ END $$;
 CREATE OR REPLACE FUNCTION assign_key_at_commit() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET jit = off
 AS $$
+DECLARE
+    v_floor bigint := least(key_floor(NEW.ordering_key), NEW.seq);
 BEGIN
     -- If this transaction wrote the previous job of the key, or its holder, the key is already assigned: a
     -- thousand jobs of one key search for its holder once.
     IF is_own_write((SELECT j.xmin FROM live_jobs AS j
-                     WHERE j.ordering_key = NEW.ordering_key AND NOT j.holds_key AND j.seq < NEW.seq
+                     WHERE j.ordering_key = NEW.ordering_key AND NOT j.holds_key
+                       AND j.seq >= v_floor AND j.seq < NEW.seq
                      ORDER BY j.seq DESC LIMIT 1))
        OR is_own_write((SELECT j.xmin FROM live_jobs AS j
-                        WHERE j.ordering_key = NEW.ordering_key AND j.holds_key AND j.seq < NEW.seq
+                        WHERE j.ordering_key = NEW.ordering_key AND j.holds_key
+                          AND j.seq >= v_floor AND j.seq < NEW.seq
                         ORDER BY j.seq DESC LIMIT 1))
     THEN
         RETURN NULL;
@@ -202,7 +242,8 @@ BEGIN
 END $$;
 
 -- Hands over the keys of finished holders, in key order. Runs after the statement that removed the holders,
--- so its snapshot shows every job that committed while the holder still existed.
+-- so its snapshot shows every job that committed while the holder still existed. Of an unassigned key, a job that
+-- committed late may still be below the holder's seq (see assign_key).
 CREATE OR REPLACE FUNCTION hand_over_keys(p_keys text[], p_seqs bigint[]) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
@@ -215,11 +256,13 @@ BEGIN
     LOOP
         SELECT j.id INTO v_next
         FROM live_jobs AS j
-        WHERE j.ordering_key = v_freed.key AND NOT j.holds_key AND j.seq > v_freed.seq
+        WHERE j.ordering_key = v_freed.key AND NOT j.holds_key
+          AND j.seq >= CASE WHEN EXISTS (SELECT FROM unassigned_keys AS u WHERE u.ordering_key = v_freed.key)
+                            THEN key_floor(v_freed.key) ELSE v_freed.seq END
         ORDER BY j.seq
         LIMIT 1;
         -- A snapshot that is older than this statement may not show the next job.
-        IF current_setting('transaction_isolation') <> 'read committed'
+        IF NOT sees_new_commits()
            OR (v_next IS NOT NULL AND NOT give_key_to_job(v_freed.key, v_next))
         THEN
             INSERT INTO unassigned_keys (ordering_key) VALUES (v_freed.key);
@@ -234,7 +277,7 @@ AS $$
 DECLARE
     v_keys text[];
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF NOT sees_new_commits() THEN
         RAISE EXCEPTION 'ordering keys cannot be assigned in a transaction that is %',
                         upper(current_setting('transaction_isolation'))
             USING ERRCODE = 'feature_not_supported',

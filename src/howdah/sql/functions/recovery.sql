@@ -18,6 +18,7 @@ RETURNS int
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET jit = off
 AS $$
 DECLARE
+    v_now timestamptz := snapshot_time();
     v_stale uuid[];
 BEGIN
     IF current_setting('max_prepared_transactions') <> '0' THEN
@@ -30,17 +31,30 @@ BEGIN
         RAISE EXCEPTION 'p_limit is %: it must be at least 1', coalesce(p_limit::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
+    IF p_timeout IS NULL THEN
+        PERFORM excuse_missed_heartbeats('-infinity', v_now, '{}');
+    END IF;
     v_stale := lock_stale_jobs(
-        p_timeout, p_limit, '-infinity',
-        CASE WHEN p_timeout IS NOT NULL THEN 'infinity' ELSE snapshot_time() END);
+        p_timeout, p_limit, '-infinity', CASE WHEN p_timeout IS NOT NULL THEN 'infinity' ELSE v_now END);
     PERFORM recover_jobs(v_stale);
     RETURN cardinality(v_stale);
 END $$;
 
+-- Whether the next statement sees what other transactions have committed until then. PostgreSQL treats READ UNCOMMITTED
+-- as READ COMMITTED.
+CREATE OR REPLACE FUNCTION sees_new_commits() RETURNS boolean
+LANGUAGE sql STABLE
+RETURN current_setting('transaction_isolation') IN ('read committed', 'read uncommitted');
+
+-- What a duty answers that needs this and does not have it.
+CREATE OR REPLACE FUNCTION needs_new_commits() RETURNS text
+LANGUAGE sql STABLE
+RETURN 'it needs a READ COMMITTED transaction: see default_transaction_isolation of the role and the database';
+
 -- A time that is not later than the snapshot of the next statement.
 CREATE OR REPLACE FUNCTION snapshot_time() RETURNS timestamptz
 LANGUAGE sql VOLATILE
-RETURN CASE WHEN current_setting('transaction_isolation') = 'read committed' THEN clock_timestamp()
+RETURN CASE WHEN sees_new_commits() THEN clock_timestamp()
             ELSE transaction_timestamp() END;
 
 -- Locks stale jobs whose lease expires between p_from and p_until, and those of p_also that are stale.
@@ -49,7 +63,8 @@ RETURN CASE WHEN current_setting('transaction_isolation') = 'read committed' THE
 -- given times would read the whole primary key.
 --
 -- A job whose heartbeats met a lock is not stale (decision 0004). p_until must not be later than the snapshot, which
--- shows no heartbeat after it. A heartbeat that was written after p_until is that of a clock that was ahead.
+-- shows heartbeats that were written until it was taken. One that was written seconds after p_until is that of a clock
+-- that was ahead.
 CREATE OR REPLACE FUNCTION lock_stale_jobs(
     p_timeout interval, p_limit int, p_from timestamptz, p_until timestamptz, p_also uuid[] DEFAULT '{}')
 RETURNS uuid[]
@@ -67,7 +82,7 @@ BEGIN RETURN
           AND NOT EXISTS (
               SELECT FROM extended_leases AS e
               WHERE e.job_id = j.id AND e.lease_id = j.lease_id
-                AND e.written_at <= p_until AND e.expires_at > p_until)
+                AND e.written_at <= p_until + interval '5 seconds' AND e.expires_at > p_until)
         LIMIT p_limit
         FOR UPDATE SKIP LOCKED)
     || ARRAY (
@@ -80,7 +95,7 @@ BEGIN RETURN
           AND NOT EXISTS (
               SELECT FROM extended_leases AS e
               WHERE e.job_id = j.id AND e.lease_id = j.lease_id
-                AND e.written_at <= p_until AND e.expires_at > p_until)
+                AND e.written_at <= p_until + interval '5 seconds' AND e.expires_at > p_until)
         ORDER BY j.lease_expires_at
         LIMIT p_limit
         FOR UPDATE SKIP LOCKED);
@@ -120,21 +135,25 @@ BEGIN
     RETURN v_error;
 END $$;
 
--- Whether the last complete run of the duty `recover` is longer ago than two to four seconds and three more: the server was
+-- Whether the last complete run of the duty `recover` is longer ago than two to four seconds and two more: the server was
 -- away or unreachable, its clock has stepped forward, the run failed, or no process that runs duties was there. Workers may
--- have had no chance to send heartbeats meanwhile. A run reaches a second less than its start.
+-- have had no chance to send heartbeats meanwhile. Leases that such a step has shortened may expire later than the run that
+-- found itself overdue, so the next ten seconds count as overdue, too. A run reaches a quarter of a second less than its start.
 CREATE OR REPLACE FUNCTION is_recovery_overdue(p_now timestamptz) RETURNS boolean
 LANGUAGE sql STABLE SET search_path FROM CURRENT
 RETURN EXISTS (
     SELECT FROM maintenance AS m
-    WHERE m.duty = 'recover' AND isfinite(m.due_at) AND m.reached < p_now - interval '6 seconds');
+    WHERE m.duty = 'recover' AND isfinite(m.due_at)
+      AND (m.reached < p_now - interval '6 seconds'
+           OR (m.state ->> 'overdue_at')::timestamptz BETWEEN p_now - interval '10 seconds' AND p_now));
 
 -- If the recovery is overdue, adds a heartbeat of three seconds beside each job whose lease expired between p_from and
--- p_now, and beside those of p_also, if a registered worker holds it, and asks these workers for a heartbeat of their own. A
--- lease is excused once: a worker that lives extends it, and then it may be excused again after the next outage
--- (decision 0042). Several runs at once may excuse the same jobs, so it waits for nobody and locks no job.
+-- p_now, and beside those of p_also, if a registered worker holds it, and asks all workers for a heartbeat of their own: a
+-- lease that has not expired yet may do so before the next one. A lease is excused once: a worker that lives extends it, and
+-- then it may be excused again after the next outage (decision 0042). Several runs at once may excuse the same jobs, so it
+-- waits for nobody and locks no job. Returns when the recovery was found overdue, for `remember`.
 CREATE OR REPLACE FUNCTION excuse_missed_heartbeats(p_from timestamptz, p_now timestamptz, p_also uuid[])
-RETURNS void
+RETURNS timestamptz
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off
@@ -143,33 +162,53 @@ SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_expired uuid[];
-    v_excused uuid[];
+    v_overdue_at timestamptz;
 BEGIN
     IF NOT is_recovery_overdue(p_now) THEN
-        RETURN;
+        RETURN NULL;
     END IF;
     v_expired := p_also || ARRAY (
         SELECT j.id
         FROM live_jobs AS j
         WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN p_from AND p_now AND j.id <> ALL (p_also)
         ORDER BY j.lease_expires_at);
-    WITH excused AS (
-        INSERT INTO extended_leases (lease_id, job_id, written_at, expires_at, is_excuse)
-        SELECT j.lease_id, j.id, p_now, p_now + interval '3 seconds', true
-        FROM live_jobs AS j
-        WHERE j.id = ANY (v_expired) AND CASE WHEN j.status = 'claimed' THEN j.lease_expires_at <= p_now END
-          AND EXISTS (SELECT FROM workers AS w WHERE w.worker_id = j.worker_id)
-          AND NOT EXISTS (
-              SELECT FROM extended_leases AS e
-              WHERE e.job_id = j.id AND e.lease_id = j.lease_id AND e.is_excuse
-                AND e.written_at >= j.lease_expires_at
-                AND NOT EXISTS (
-                    SELECT FROM extended_leases AS beat
-                    WHERE beat.job_id = j.id AND beat.lease_id = j.lease_id AND NOT beat.is_excuse
-                      AND beat.written_at > e.written_at))
-        RETURNING job_id)
-    SELECT array_agg(x.job_id) INTO v_excused FROM excused AS x;
-    PERFORM notify_cancellation(v_excused);
+    INSERT INTO extended_leases (lease_id, job_id, written_at, expires_at, is_excuse)
+    SELECT j.lease_id, j.id, p_now, p_now + interval '3 seconds', true
+    FROM live_jobs AS j
+    WHERE j.id = ANY (v_expired) AND CASE WHEN j.status = 'claimed' THEN j.lease_expires_at <= p_now END
+      AND EXISTS (SELECT FROM workers AS w WHERE w.worker_id = j.worker_id)
+      AND NOT EXISTS (
+          SELECT FROM extended_leases AS e
+          WHERE e.job_id = j.id AND e.lease_id = j.lease_id AND e.is_excuse
+            AND e.written_at >= j.lease_expires_at
+            AND NOT EXISTS (
+                SELECT FROM extended_leases AS beat
+                WHERE beat.job_id = j.id AND beat.lease_id = j.lease_id AND NOT beat.is_excuse
+                  AND beat.written_at > e.written_at));
+    v_overdue_at := (
+        SELECT CASE WHEN m.reached < p_now - interval '6 seconds' THEN p_now
+                    ELSE (m.state ->> 'overdue_at')::timestamptz END
+        FROM maintenance AS m
+        WHERE m.duty = 'recover');
+    IF v_overdue_at = p_now THEN
+        PERFORM pg_notify(current_schema() || ':cancel', '[]');
+    END IF;
+    RETURN v_overdue_at;
+END $$;
+
+-- When the first lease between these times expired. The other searches start there: in most runs none has expired, and
+-- then the dead entries of the index are read once.
+CREATE OR REPLACE FUNCTION first_expired(p_from timestamptz, p_until timestamptz) RETURNS timestamptz
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off SET plan_cache_mode = force_generic_plan
+AS $$
+BEGIN RETURN (
+    SELECT j.lease_expires_at
+    FROM live_jobs AS j
+    WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN p_from AND p_until
+    ORDER BY j.lease_expires_at
+    LIMIT 1);
 END $$;
 
 -- The duty `recover`. It starts where the previous run ended: leases are set to expire in the future, so
@@ -188,14 +227,23 @@ DECLARE
     v_from timestamptz;
     v_locked uuid[];
     v_stale uuid[];
+    v_first timestamptz;
+    v_state jsonb;
 BEGIN
     SELECT CASE WHEN m.reached <= v_started THEN m.reached ELSE '-infinity' END,  -- the clock went back
            ARRAY (SELECT e::uuid FROM jsonb_array_elements_text(m.state -> 'locked') AS e)
     INTO v_from, v_locked
     FROM maintenance AS m
     WHERE m.duty = 'recover';
-    PERFORM excuse_missed_heartbeats(v_from, v_started, v_locked);
-    v_stale := lock_stale_jobs(NULL, p_limit, v_from, v_started, v_locked);
+    more := false;
+    v_first := first_expired(v_from, v_started);
+    v_state := jsonb_strip_nulls(jsonb_build_object(
+        'overdue_at', excuse_missed_heartbeats(v_first, v_started, v_locked)));
+    IF v_first IS NULL AND v_locked = '{}' THEN
+        PERFORM remember('recover', v_started - head_margin(), v_state);
+        RETURN;
+    END IF;
+    v_stale := lock_stale_jobs(NULL, p_limit, v_first, v_started, v_locked);
     problem := recover_jobs(v_stale);
     more := cardinality(v_stale) >= p_limit;
     IF more THEN
@@ -206,14 +254,14 @@ BEGIN
         WHERE j.id = ANY (v_locked) AND CASE WHEN j.status = 'claimed' THEN j.lease_expires_at <= v_started END)
     || ARRAY (
         SELECT j.id FROM live_jobs AS j
-        WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN v_from AND v_started
+        WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN v_first AND v_started
           AND j.id <> ALL (v_locked)
         ORDER BY j.lease_expires_at
         LIMIT 1001);
     -- If there are too many to keep, the next run starts where this one did.
     PERFORM remember('recover',
                      CASE WHEN cardinality(v_locked) > 1000 THEN v_from ELSE v_started - head_margin() END,
-                     jsonb_build_object('locked', v_locked[:1000]));
+                     v_state || jsonb_build_object('locked', v_locked[:1000]));
 END $$;
 
 -- The duty `late`: searches again for leases that `recover` cannot have seen, because their transaction
@@ -232,11 +280,13 @@ DECLARE
     v_noted jsonb;
     v_open text[];
     v_from timestamptz;
+    v_first timestamptz;
     v_stale uuid[];
 BEGIN
     more := false;
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RETURN;  -- its snapshot does not show what the transactions that have ended have written
+    IF NOT sees_new_commits() THEN
+        problem := needs_new_commits();
+        RETURN;
     END IF;
     SELECT coalesce((m.state ->> 'since')::timestamptz, '-infinity'), coalesce(m.state -> 'writers', '{}')
     INTO v_since, v_noted
@@ -248,21 +298,26 @@ BEGIN
     v_open := writers_of_jobs();
     v_from := least(v_since, (
         SELECT min(w.value::timestamptz) FROM jsonb_each_text(v_noted) AS w WHERE w.key <> ALL (v_open)));
-    PERFORM excuse_missed_heartbeats(v_from, v_started, '{}');
-    v_stale := lock_stale_jobs(NULL, p_limit, v_from, v_started);
-    problem := recover_jobs(v_stale);
-    more := cardinality(v_stale) >= p_limit;
-    IF more THEN
-        RETURN;
+    v_first := first_expired(v_from, v_started);
+    IF v_first IS NOT NULL THEN
+        PERFORM excuse_missed_heartbeats(v_first, v_started, '{}');
+        v_stale := lock_stale_jobs(NULL, p_limit, v_first, v_started);
+        problem := recover_jobs(v_stale);
+        more := cardinality(v_stale) >= p_limit;
+        IF more THEN
+            RETURN;
+        END IF;
+        v_first := first_expired(v_first, v_started);
     END IF;
     PERFORM remember('late', v_from, jsonb_build_object(
         -- Jobs that were locked are searched for again.
-        'since', least(v_started - head_margin(), (
-            SELECT j.lease_expires_at FROM live_jobs AS j
-            WHERE j.status = 'claimed' AND j.lease_expires_at BETWEEN v_from AND v_started
-            ORDER BY j.lease_expires_at
-            LIMIT 1)),
+        'since', least(v_started - head_margin(), v_first),
         'writers', (
-            SELECT coalesce(jsonb_object_agg(o.writer, coalesce(v_noted -> o.writer, to_jsonb(v_since))), '{}')
+            SELECT coalesce(jsonb_object_agg(o.writer, coalesce(
+                v_noted -> o.writer,
+                -- It may be noted under another name: see writers_of_jobs.
+                CASE WHEN o.writer LIKE 'prepared %' THEN (
+                    SELECT to_jsonb(min(w.value::timestamptz)) FROM jsonb_each_text(v_noted) AS w) END,
+                to_jsonb(v_since))), '{}')
             FROM unnest(v_open) AS o (writer))));
 END $$;

@@ -15,6 +15,8 @@ BEGIN
             PERFORM FROM maintenance AS m WHERE m.duty = NEW.duty;
         WHEN 'grants' THEN
             PERFORM FROM grants AS g WHERE g.kind = NEW.kind AND g.role = NEW.role;
+        WHEN 'sweeps' THEN
+            PERFORM FROM sweeps AS s WHERE s.id = NEW.id;
         WHEN 'lanes' THEN
             PERFORM FROM lanes AS l
             WHERE l.queue = NEW.queue AND l.job_type = NEW.job_type AND l.priority = NEW.priority

@@ -103,15 +103,14 @@ BEGIN
     RETURN v_row.reached;
 END $$;
 
--- Removes jobs that were kept for less than a day, and their events. Returns the number of jobs; p_limit of them
--- may mean that there are more.
-CREATE OR REPLACE FUNCTION remove_expired(p_limit int DEFAULT 10000) RETURNS int
-LANGUAGE plpgsql VOLATILE
-SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
+-- Removes jobs that were kept for less than a day and expired from p_from until p_reached, and their events. Returns the
+-- number of jobs; p_limit of them may mean that there are more.
+CREATE OR REPLACE FUNCTION remove_expired(p_from timestamptz, p_reached timestamptz, p_limit int) RETURNS int
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
-    v_until timestamp := timezone('UTC', confirmed_time('prune', '30 seconds'));
+    v_from timestamp := timezone('UTC', p_from);
+    v_until timestamp := timezone('UTC', p_reached);
     v_removed int;
     v_events jsonb;
 BEGIN
@@ -120,7 +119,7 @@ BEGIN
         WHERE ctid = ANY (ARRAY (
             SELECT f.ctid
             FROM finished_jobs_short AS f
-            WHERE (f.completed_at AT TIME ZONE 'UTC') + f.keep <= v_until
+            WHERE (f.completed_at AT TIME ZONE 'UTC') + f.keep BETWEEN v_from AND v_until
             ORDER BY (f.completed_at AT TIME ZONE 'UTC') + f.keep
             LIMIT p_limit
             FOR UPDATE SKIP LOCKED))
