@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,20 +145,18 @@ def check_source(tree: ast.AST) -> None:
 
 
 def test_messages_to_and_from_task_processes_contain_only_plain_data(secured: Secured) -> None:
-    """The pool pickles the messages in its pipes, both ends of which belong to Howdah: names, ids and JSON in
-    requests, JSON text in replies. A payload cannot name a class to unpickle."""
-    unpickled: list[Any] = []
-
-    class RecordingUnpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            unpickled.append(f"{module}.{name}")
-            return super().find_class(module, name)
-
-    import io
+    """Names, ids and JSON text in requests, and the fields of an outcome in replies, as MessagePack: nothing is
+    unpickled, and no payload can name a class."""
     from uuid import uuid4
 
-    from howdah.outcome import Completed, Failed
+    from howdah.outcome import Cancelled, Completed, Failed, Lost, Released
     from howdah.protocol.worker_statements import Claimed
+    from howdah.worker.process_messages import (
+        RECEIVED_BYTES,
+        Messages,
+        make_outcome,
+        outcome_values,
+    )  # fmt: skip
 
     data = {
         "__reduce__": ["os.system", "id"],
@@ -170,13 +167,21 @@ def test_messages_to_and_from_task_processes_contain_only_plain_data(secured: Se
         id=uuid4(), lease_id=uuid4(), job_type="t", queue="q", data=json.dumps(data), attempts=1,
         max_attempts=3, claims=1, request_id=None, traceparent=None, idempotency_key=None, waited=0.0,
     )  # fmt: skip
-    request = ("module", "task", processes.plain_values(job))
-    replies = [Completed('{"x": 1}'), Failed("ValueError: no", "Traceback …", 1.0)]
-    for each in (request, *replies):
-        assert RecordingUnpickler(io.BytesIO(pickle.dumps(each))).load() == each
-    allowed = {"uuid.UUID", "uuid.SafeUUID", "howdah.outcome.Completed", "howdah.outcome.Failed",
-               "dataclasses._dataclass_setstate", "copyreg.__newobj__"}  # fmt: skip
-    assert set(unpickled) <= allowed, unpickled
+    outcomes = [
+        Completed('{"x": 1}'), Completed('"' + 200_000 * "x" + '"'), Failed("ValueError: no", "Traceback …", 1.0),
+        Released(2.0), Cancelled("no"), Lost(),
+    ]  # fmt: skip
+    messages = [["run", "module", "task", processes.plain_values(job)]]
+    messages += [["ended", 1, *outcome_values(each)] for each in outcomes]
+    sender, receiver = Messages(), Messages()
+    for message in messages:
+        _, datagrams = sender.encode(*message)
+        assert all(len(each) <= RECEIVED_BYTES for each in datagrams)
+        *parts, received = [receiver.decode(each) for each in datagrams]
+        assert parts == [None] * len(parts)
+        assert received == message
+        if message[0] == "ended":
+            assert make_outcome(*received[2:]) == outcomes.pop(0)
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────

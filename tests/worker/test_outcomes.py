@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import pytest
 from howdah import JobCancelled, JobFailed, Retry, Status
 from howdah.execution.handler import CANCELLED_BY_ITSELF
 from howdah.worker import processes
+from howdah.worker.process_handle import TaskProcess
 from tasks_module import note
 from waiting import DEADLINE_SECONDS, ended, eventually, lines
 
@@ -473,30 +475,28 @@ async def test_a_handler_that_raises_when_interrupted_by_a_shutdown_is_released(
     assert (job.status, job.attempts, job.last_error) == (Status.PENDING, 0, None)
 
 
-async def test_a_process_pool_that_starts_no_jobs_is_replaced(
-    module_app: App,
-    running_worker: RunWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+async def test_a_job_that_is_given_to_a_process_that_was_just_killed_runs_in_another_and_uses_no_attempt(
+    module_app: App, running_worker: RunWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools: list[Any] = []
+    started: list[TaskProcess] = []
 
-    begin_timeout = processes.BEGIN_TIMEOUT_SECONDS
-
-    def start(executor: processes.ProcessExecutor) -> Any:
-        pools.append(begin(executor))
-        # New processes are slow to start.
-        monkeypatch.setattr(processes, "BEGIN_TIMEOUT_SECONDS", begin_timeout)
-        return pools[-1]
+    def start(executor: processes.ProcessExecutor) -> TaskProcess:
+        started.append(begin(executor))
+        return started[-1]
 
     begin = processes.ProcessExecutor._start
     monkeypatch.setattr(processes.ProcessExecutor, "_start", start)
-    async with running_worker(module_app):
-        assert await (await module_app.tasks["process:ok"].aenqueue(1)).aresult(120)
-        # A process that is killed while it takes a job leaves the pool's lock locked.
-        channel = pools[0]._pool_manager.worker_manager.workers_channel
-        assert channel.mutex.reader_mutex.acquire(timeout=5)
-        monkeypatch.setattr(processes, "BEGIN_TIMEOUT_SECONDS", 1.0)
-        assert await (await module_app.tasks["process:ok"].aenqueue(2)).aresult(120)
-    assert len(pools) == 2
-    assert "process pool broke" in caplog.text
+    task = module_app.tasks["process:ok"]
+    async with running_worker(module_app, processes=1):
+        assert await (await task.aenqueue(1)).aresult(120) == {"x": 1, "attempt": 1}
+        hand_over = TaskProcess.hand_over
+
+        def kill_first(process: TaskProcess, *values: Any) -> None:
+            if process is started[0]:
+                os.kill(process.pid, signal.SIGKILL)
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            hand_over(process, *values)
+
+        monkeypatch.setattr(TaskProcess, "hand_over", kill_first)
+        assert await (await task.aenqueue(2)).aresult(120) == {"x": 2, "attempt": 1}
+    assert len(started) == 2

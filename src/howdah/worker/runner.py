@@ -42,7 +42,7 @@ from howdah.worker.fetcher import Fetcher
 from howdah.worker.lifespans import Lifespans
 from howdah.worker.maintenance import maintain
 from howdah.worker.outcome_queue import STATEMENT_TIMEOUT_SECONDS
-from howdah.worker.processes import ProcessExecutor, locate, require_pebble
+from howdah.worker.processes import ProcessExecutor, locate
 from howdah.worker.registration import Registration
 from howdah.worker.slots import Slots
 from howdah.worker.suspects import Suspects
@@ -92,7 +92,6 @@ class Worker:
         for task in app.tasks.values():
             if task.options.run_in == "process":
                 locate(task)
-                require_pebble()
         self.app = app
         self.queues = (
             list(queues) if queues else sorted({t.options.queue for t in app.tasks.values()})
@@ -214,7 +213,7 @@ class Worker:
         threads = ThreadExecutor(seconds)
         suspects = Suspects(store, statements)
         size = min(self.processes, self.concurrency)
-        processes = ProcessExecutor(size, heartbeat, suspects, hooks, self.set_up_process)
+        processes = ProcessExecutor(heartbeat, suspects, hooks, self.set_up_process)
         executors: dict[str, tuple[int, Executor]] = {
             "async": (self.concurrency, aexecute),
             "thread": (self.concurrency, threads.execute),

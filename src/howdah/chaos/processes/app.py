@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from contextvars import ContextVar
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from howdah.app import App
@@ -241,24 +240,24 @@ async def leaker(tag: str) -> None:
     _LEAKED.set(Incomparable())
 
 
-if find_spec("pebble") is not None:
+@app.task(name="chaos.segfault", max_attempts=2, retry=QUICK_RETRY, run_in="process")
+def segfault(tag: str) -> None:
+    """Crashes its process."""
+    ctypes.string_at(0)
 
-    @app.task(name="chaos.segfault", max_attempts=2, retry=QUICK_RETRY, run_in="process")
-    def segfault(tag: str) -> None:
-        """Crashes its process."""
-        ctypes.string_at(0)
 
-    @app.task(
-        name="chaos.glutton", max_attempts=2, retry=QUICK_RETRY, run_in="process",
-        memory_limit=512 * 1024 * 1024,
-    )  # fmt: skip
-    def glutton(tag: str) -> None:
-        """Allocates memory until it is stopped at its limit."""
-        blocks = []
-        while True:
-            blocks.append(bytearray(64 * 1024 * 1024))
+@app.task(
+    name="chaos.glutton", max_attempts=2, retry=QUICK_RETRY, run_in="process",
+    memory_limit=512 * 1024 * 1024,
+)  # fmt: skip
+def glutton(tag: str) -> None:
+    """Allocates memory until it is stopped at its limit."""
+    blocks = []
+    while True:
+        blocks.append(bytearray(64 * 1024 * 1024))
 
-    @app.task(name="chaos.process", max_attempts=5, run_in="process")
-    def process(tag: str, seconds: float = 0.02) -> None:
-        """Runs in a separate process."""
-        time.sleep(seconds)
+
+@app.task(name="chaos.process", max_attempts=5, run_in="process")
+def process(tag: str, seconds: float = 0.02) -> None:
+    """Runs in a separate process."""
+    time.sleep(seconds)
