@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 PART_BYTES = 64 << 10
 RECEIVED_BYTES = PART_BYTES + 64
 BUFFER_BYTES = 1 << 20
-_HEADER = struct.Struct(">IB")  # the number of the message; 1: this is its last part
+_HEADER = struct.Struct(
+    ">III"
+)  # the number of the message, that of the part, and how many there are
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
@@ -54,19 +56,25 @@ class Messages:
         data = _encode(message)
         number = next(self._numbers) & 0xFFFFFFFF
         if len(data) <= PART_BYTES:
-            return number, [_HEADER.pack(number, 1) + data]
+            return number, [_HEADER.pack(number, 0, 1) + data]
         return number, list(_parts(number, data))
 
     def decode(self, datagram: bytes) -> Any:
-        """The message that this datagram completes, or None."""
-        number, is_last = _HEADER.unpack_from(datagram)
+        """The message that this datagram completes, or None. Parts of a message whose first ones were forgotten are
+        ignored."""
+        number, place, count = _HEADER.unpack_from(datagram)
         part = datagram[_HEADER.size :]
-        if not is_last:
-            self._parts.setdefault(number, []).append(part)
+        if count == 1:
+            return _decode(part)
+        if place == 0:
+            self._parts[number] = []
+        parts = self._parts.get(number)
+        if parts is None or len(parts) != place:
             return None
-        if self._parts and number in self._parts:
-            part = b"".join([*self._parts.pop(number), part])
-        return _decode(part)
+        parts.append(part)
+        if len(parts) < count:
+            return None
+        return _decode(b"".join(self._parts.pop(number)))
 
     def forget_parts(self) -> None:
         """A run has ended: what was interrupted is not continued."""
@@ -80,9 +88,9 @@ def number_of(datagram: bytes) -> int:
 
 
 def _parts(number: int, data: bytes) -> Iterator[bytes]:
-    for first in range(0, len(data), PART_BYTES):
-        is_last = first + PART_BYTES >= len(data)
-        yield _HEADER.pack(number, is_last) + data[first : first + PART_BYTES]
+    starts = range(0, len(data), PART_BYTES)
+    for place, start in enumerate(starts):
+        yield _HEADER.pack(number, place, len(starts)) + data[start : start + PART_BYTES]
 
 
 def outcome_values(outcome: Outcome) -> tuple[str, list[Any]]:
