@@ -19,7 +19,7 @@ SQL = Path(sql.__file__).parent
 VERSION = sql.latest_version() + 1
 LABEL = f"{VERSION:04}_next"
 
-DROPS = "claim_job_batch(text, text[], int, interval, text[], boolean, boolean, boolean)"
+DROPS = "claim_job_batch(text, text[], int, interval, text[], boolean, timestamptz, boolean)"
 STEP = f"""
 -- drops: {DROPS}
 ALTER TABLE lanes ADD COLUMN next_release text NOT NULL DEFAULT 'yes';

@@ -267,7 +267,7 @@ class System:
                 None if types is None else list(types),
                 batch,
                 started,
-                ignore_heads,
+                "-infinity" if ignore_heads else None,
                 alone,
             )
             answer = [row["id"] for row in rows]

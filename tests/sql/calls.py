@@ -59,21 +59,21 @@ def claim(
     lease: str = "30 seconds",
     worker: str = "worker",
     started: bool = False,
-    ignore_heads: bool = False,
+    due_from: str | None = None,
     suspects_alone: bool = True,
 ) -> list[Any]:
     """Claim jobs, best first."""
     return rows(
         conn,
         "SELECT * FROM howdah.claim_job_batch(p_worker_id => %s, p_job_types => %s::text[], "
-        "p_batch_size => %s, p_lease => %s, p_started => %s, p_ignore_heads => %s, "
+        "p_batch_size => %s, p_lease => %s, p_started => %s, p_due_from => %s, "
         "p_suspects_alone => %s)",
         worker,
         types,
         size,
         lease,
         started,
-        ignore_heads,
+        due_from,
         suspects_alone,
     )
 

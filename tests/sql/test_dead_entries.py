@@ -287,6 +287,40 @@ def test_a_sweep_does_not_read_more_while_there_is_always_an_open_producer(
     assert max(read[12:]) <= 1.5 * max(read[4:12]), read
 
 
+def test_a_claim_for_a_late_notification_reads_from_its_due_time_on(held: Connection) -> None:
+    """On a loaded machine many notifications arrive later than the margin of a head."""
+    read = []
+    for _ in range(4):
+        run_one_by_one(held, 1500, "'type ' || n % 8")
+        rows(held, SWEEP)
+        held.execute("SELECT howdah.enqueue_job('type 0')")
+        due = value(held, "SELECT min(run_at) FROM howdah.live_jobs")
+        held.execute("SELECT pg_sleep(0.6)")
+        rows(held, SWEEP)
+        late = ONE.replace("p_suspects", f"p_due_from => '{due.isoformat()}', p_suspects")
+        read.append(buffers(held, late))
+        held.execute("SELECT howdah.takeover_jobs(ARRAY (SELECT id FROM howdah.live_jobs))")
+        held.execute("SELECT howdah.cancel_jobs(ARRAY (SELECT id FROM howdah.live_jobs))")
+    assert max(read[1:]) <= read[0] + 40, read
+
+
+@pytest.mark.parametrize("keys", [1, 40, 1000])
+def test_a_sweep_reads_no_jobs_of_ordering_keys_that_have_ended(
+    held: Connection, connect_fresh: Callable[[], Connection], keys: int
+) -> None:
+    """Each session plans by the statistics of its first sweep."""
+    read = []
+    for _ in range(4):
+        run_one_by_one(held, 1000, f"'work', p_ordering_key => 'key ' || n % {keys}")
+        held.execute("ANALYZE howdah.live_jobs")
+        session = connect_fresh()
+        session.autocommit = True
+        for _ in range(3):
+            rows(session, SWEEP)
+        read.append(buffers(session, SWEEP))
+    assert max(read[1:]) <= read[0] + 40, read
+
+
 # ── what else a transaction that stays open keeps ─────────────────────────────────────────────────
 
 WATCHED = """

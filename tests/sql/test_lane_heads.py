@@ -48,13 +48,15 @@ def test_a_job_below_the_head_is_found_after_the_sweep(connect: Connect, conn: C
     assert [job.id for job in claim(conn)] == [late]
 
 
-def test_a_job_below_the_head_is_found_at_once_by_a_claim_that_ignores_heads(
+def test_a_job_below_the_head_is_found_at_once_by_a_claim_from_its_due_time(
     connect: Connect, conn: Connection
 ) -> None:
     enqueue(conn, WORK)
     complete(conn, *claim(conn))
     late = hide(connect, conn)
-    assert [job.id for job in claim(conn, ignore_heads=True)] == [late]
+    due = value(conn, "SELECT run_at FROM howdah.live_jobs WHERE id = %s", late)
+    assert claim(conn, due_from=(due + timedelta(microseconds=1)).isoformat()) == []
+    assert [job.id for job in claim(conn, due_from=due.isoformat())] == [late]
 
 
 def test_a_claim_ignores_a_head_that_lies_in_the_future(conn: Connection) -> None:
@@ -177,7 +179,7 @@ def test_a_claim_never_lowers_the_head(connect: Connect, conn: Connection) -> No
     set_head(conn, "clock_timestamp()")
     producer.commit()
     before = head(conn)
-    assert len(claim(conn, 1000, ignore_heads=True)) == 1000
+    assert len(claim(conn, 1000, due_from="-infinity")) == 1000
     assert head(conn) == before
 
 

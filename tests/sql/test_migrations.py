@@ -359,7 +359,7 @@ def test_an_overload_that_a_step_forgets_to_drop_is_an_error_that_names_it(
         migrate.migrate(filled, "howdah", release=forgetful)
     assert caught.value.diag.message_primary == (
         'schema "howdah" contains functions that this version of Howdah does not have: '
-        "claim_job_batch(text,text[],integer,interval,text[],boolean,boolean,boolean)"
+        "claim_job_batch(text,text[],integer,interval,text[],boolean,timestamp with time zone,boolean)"
     )
     filled.execute("ROLLBACK")
     assert versions(filled) == ALL

@@ -42,6 +42,12 @@ def parameter(call: str, kind: str, *accepted: str) -> Parameter:
 PARAMETERS = {
     "claim_job_batch.p_batch_size": parameter("claim_job_batch('w', p_batch_size => {})", "int"),
     "claim_job_batch.p_lease": parameter("claim_job_batch('w', p_lease => {})", "interval"),
+    "claim_job_batch.p_due_from": parameter(
+        "claim_job_batch('w', p_due_from => {})", "timestamptz", *VALUES["timestamptz"]
+    ),
+    "pass_wake.p_due_from": parameter(
+        "pass_wake('w', p_due_from => {})", "timestamptz", *VALUES["timestamptz"]
+    ),
     "extend_jobs.p_lease": parameter(f"extend_jobs({CLAIMED}, {{}})", "interval"),
     "extend_jobs.p_elapsed": parameter(
         f"extend_jobs({CLAIMED}, p_elapsed => ARRAY[{{}}])", "float8", *VALUES["float8"]

@@ -46,7 +46,7 @@ async def test_a_stale_run_is_rejected_in_the_same_batch_as_the_newer_run_of_its
     queue.enqueue("work")
     for _ in range(2):
         (job,) = await store.run(
-            statements.claim("worker", ["work"], 1, LEASE, ["default"], ignore_heads=True)
+            statements.claim("worker", ["work"], 1, LEASE, ["default"], due_from=None)
         )
         conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
         run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
@@ -80,7 +80,7 @@ async def test_the_second_try_to_complete_a_job_counts_as_its_own(
     completer = Completer(store, statements, heartbeat, hooks, Throughput())
     queue.enqueue("work")
     (job,) = await store.run(
-        statements.claim("worker", ["work"], 1, LEASE, ["default"], ignore_heads=True)
+        statements.claim("worker", ["work"], 1, LEASE, ["default"], due_from=None)
     )
     run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
     heartbeat.add(run)
@@ -123,7 +123,7 @@ async def test_outcomes_that_a_server_timeout_always_cancels_end_by_rule_and_kee
     completer = Completer(store, statements, heartbeat, hooks, Throughput())
     queue.enqueue_many([{"job_type": "work"}] * 8)
     jobs = await store.run(
-        statements.claim("worker", ["work"], 8, LEASE, ["default"], ignore_heads=True)
+        statements.claim("worker", ["work"], 8, LEASE, ["default"], due_from=None)
     )
     for number, job in enumerate(jobs):
         run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
@@ -155,7 +155,7 @@ async def claimed(
     heartbeat = Heartbeat(heartbeat_store, statements, LEASE, lambda run: None)
     completer = Completer(store, statements, heartbeat, hooks, Throughput())
     jobs = await store.run(
-        statements.claim("worker", ["work"], count, LEASE, ["default"], ignore_heads=True)
+        statements.claim("worker", ["work"], count, LEASE, ["default"], due_from=None)
     )
     runs = [Run(id=job.id, lease_id=job.lease_id, job=job, task=None) for job in jobs]
     for run in runs:

@@ -137,13 +137,14 @@ class Statements:
         queues: Sequence[str],
         *,
         started: bool = False,
-        ignore_heads: bool = False,
+        due_from: float | None = None,
     ) -> Statement[list[Job]]:
-        """Claim up to `batch_size` due jobs, highest priority first."""
+        """Claim up to `batch_size` due jobs, highest priority first. `due_from`, in seconds since 1970, finds jobs
+        below the heads of their lanes."""
         return Statement(
             "claim_job_batch",
             f"SELECT {_JOB_COLUMNS} FROM {self._s}.claim_job_batch($1::text, $2::text[], $3::int, "
-            "$4::interval, $5::text[], $6::boolean, $7::boolean)",
+            "$4::interval, $5::text[], $6::boolean, to_timestamp($7::float8))",
             (
                 worker_id,
                 None if job_types is None else list(job_types),
@@ -151,7 +152,7 @@ class Statements:
                 lease,
                 list(queues),
                 started,
-                ignore_heads,
+                due_from,
             ),
             _jobs,
         )

@@ -48,17 +48,18 @@ class WorkerStatements(Statements):
         batch_size: int,
         lease: timedelta,
         queues: Sequence[str],
-        ignore_heads: bool,
+        due_from: float | None,
     ) -> Statement[list[Claimed]]:
         """`claim_job_batch` with fewer columns and an asynchronous commit: if a crash of the server loses
         the claim, its fence is rejected (decision 0016). Every other statement commits durably. Suspects
-        are claimed with the other jobs, since a worker runs them one at a time (decision 0020)."""
+        are claimed with the other jobs, since a worker runs them one at a time (decision 0020). `due_from`: see
+        `claim_job_batch`."""
         return Statement(
             "claim_job_batch",
             f"SELECT {_CLAIMED_COLUMNS} FROM set_config('synchronous_commit', 'off', true), "
             f"{self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
-            "false, $6::boolean, false)",
-            (worker_id, list(job_types), batch_size, lease, list(queues), ignore_heads),
+            "false, to_timestamp($6::float8), false)",
+            (worker_id, list(job_types), batch_size, lease, list(queues), due_from),
             lambda rows: [Claimed(*row) for row in rows],
             is_divisible=True,
         )
@@ -77,13 +78,18 @@ class WorkerStatements(Statements):
         )
 
     def pass_wake(
-        self, worker_id: str, job_types: Sequence[str], queues: Sequence[str], ignore_heads: bool
+        self,
+        worker_id: str,
+        job_types: Sequence[str],
+        queues: Sequence[str],
+        due_from: float | None,
     ) -> Statement[None]:
         """Wake as many other workers as there are due jobs."""
         return Statement(
             "pass_wake",
-            f"SELECT {self._s}.pass_wake($1::text, $2::text[], $3::text[], $4::boolean)",
-            (worker_id, list(job_types), list(queues), ignore_heads),
+            f"SELECT {self._s}.pass_wake($1::text, $2::text[], $3::text[], "
+            "to_timestamp($4::float8))",
+            (worker_id, list(job_types), list(queues), due_from),
             nothing,
         )
 

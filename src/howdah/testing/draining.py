@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,7 +107,7 @@ def _steps(
         found = yield _find_queues(app.schema, types)
         jobs = yield app.statements.claim_job_batch(
             app.backend.operations.worker_id, types, 1, LEASE, found if wanted is None else wanted,
-            started=True, ignore_heads=True,
+            started=True, due_from=-math.inf,
         )  # fmt: skip
         if jobs:
             advanced = False

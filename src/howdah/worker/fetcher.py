@@ -41,7 +41,6 @@ POLL_SECONDS = 1.0
 # The longest that a due job waits if the worker chosen for it is gone and another one is idle.
 POLL_SECONDS_LISTENING = 2.0
 QUICK_POLLS_SECONDS = 5.0
-HEAD_MARGIN_SECONDS = 0.25
 MAX_CLAIM_BYTES = (
     4 << 20
 )  # of the data of jobs; more of them may not arrive before the statement timeout
@@ -56,6 +55,11 @@ DUE_STEP_SECONDS = 0.005  # due times of notifications are rounded up to this
 def wake_channel(worker_id: str) -> str:
     """The channel of a worker without its schema, as the SQL function `wake_channel` names it."""
     return "wake:" + hashlib.sha256(worker_id[:100].encode()).hexdigest()[:8]
+
+
+def least(due_from: dict[str, float]) -> float | None:
+    """The least of these due times; None if there is none."""
+    return min(due_from.values(), default=None)
 
 
 class Fetcher:
@@ -92,8 +96,9 @@ class Fetcher:
         self._notified: set[str] = (
             set()
         )  # the types that notifications have named since the last claim
-        # The types of which the lane's head may have passed a job, because its enqueue took long to commit.
-        self._late: set[str] = set()
+        # The least due times that notifications have named since the last claim of each type. If its enqueue took long
+        # to commit, the head of its lane may have passed such a job.
+        self._due_from: dict[str, float] = {}
         self._due_timers: dict[int, asyncio.TimerHandle] = {}
         self._due_types: dict[int, set[str]] = {}
         # What enqueues choose workers by: whether it is idle, and the types that it has no free slot for. At first as
@@ -105,9 +110,9 @@ class Fetcher:
         self._has_work_since = time.monotonic()  # or has had none since
         self._full_since: float | None = None
         self._most = PREFETCH_JOBS  # jobs to claim at once
-        # Seconds from our monotonic clock to the database's clock, at least and at most: the answer that told the time
-        # may have been slow. Our wall clock may jump.
-        self._clock_offset: tuple[float, float] | None = None
+        # Seconds from our monotonic clock to the database's clock, at least: the answer that told the time may have
+        # been slow. Our wall clock may jump.
+        self._clock_offset: float | None = None
         listener.subscribe(wake_channel(worker_id), self._on_notification)
         slots.on_demand(self.wake)
 
@@ -121,19 +126,14 @@ class Fetcher:
         if lanes and not mine:
             return
         types = {lane[1] for lane in mine} or set(self._job_types)
-        if self._clock_offset is None:
-            self._late.update(types if text else ())
-            self._wake_to_claim(types)
-            return
-        now, latest = (time.monotonic() + offset for offset in self._clock_offset)
         for _, job_type, due, *_ in mine:
-            if now < due < now + QUICK_POLLS_SECONDS:
-                self._wake_at(due, now, job_type)
-        if mine:
+            self._due_from[job_type] = min(due, self._due_from.get(job_type, due))
+        if mine and self._clock_offset is not None:
+            now = time.monotonic() + self._clock_offset
+            for _, job_type, due, *_ in mine:
+                if now < due < now + QUICK_POLLS_SECONDS:
+                    self._wake_at(due, now, job_type)
             types = {lane[1] for lane in mine if lane[2] <= now}
-            self._late.update(lane[1] for lane in mine if lane[2] < latest - HEAD_MARGIN_SECONDS)
-        elif text:
-            self._late.update(types)
         if types:
             self._wake_to_claim(types)
 
@@ -240,20 +240,24 @@ class Fetcher:
 
     async def _claim(self, batch_size: int, job_types: list[str]) -> int:
         batch_size = min(batch_size, self._most)
-        asked, late = self._take_wakes(job_types)
+        asked, due_from = self._take_wakes(job_types)
         fault_points.reach("before-claim")
         try:
             jobs: list[Claimed] = await self._store.run(
                 self._statements.claim(
-                    self._worker_id, job_types, batch_size, self._lease, self._queues, bool(late)
+                    self._worker_id,
+                    job_types,
+                    batch_size,
+                    self._lease,
+                    self._queues,
+                    least(due_from),
                 )
             )
         except BaseException as error:
             if is_too_much(error):
                 # What the lost answer has claimed is recovered when its leases expire. Not as many again.
                 self._most = max(1, batch_size // 2)
-            self._unanswered |= asked
-            self._late |= late
+            self._give_back_wakes(asked, due_from)
             raise
         size = sum([len(job.data) for job in jobs])
         self._most = (
@@ -268,15 +272,21 @@ class Fetcher:
             self._slots.put(jobs)
         return len(jobs)
 
-    def _take_wakes(self, job_types: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Those of these types that it was woken for, and those with late jobs. A statement answers them; if they
-        are noted again meanwhile, that is for the next one."""
-        if not self._unanswered and not self._late:
-            return set(), set()
-        asked, late = self._unanswered.intersection(job_types), self._late.intersection(job_types)
+    def _take_wakes(self, job_types: Iterable[str]) -> tuple[set[str], dict[str, float]]:
+        """Those of these types that it was woken for, and the due times that it was notified of. A statement answers
+        them; if they are noted again meanwhile, that is for the next one."""
+        if not self._unanswered and not self._due_from:
+            return set(), {}
+        asked = self._unanswered.intersection(job_types)
         self._unanswered -= asked
-        self._late -= late
-        return asked, late
+        named = self._due_from.keys() & set(job_types)
+        return asked, {name: self._due_from.pop(name) for name in named}
+
+    def _give_back_wakes(self, asked: set[str], due_from: dict[str, float]) -> None:
+        """After a statement that failed."""
+        self._unanswered |= asked
+        for job_type, due in due_from.items():
+            self._due_from[job_type] = min(due, self._due_from.get(job_type, due))
 
     # ── waiting ───────────────────────────────────────────────────────────────────────────────────
 
@@ -316,14 +326,15 @@ class Fetcher:
         is_idle = self.is_flagged_idle and len(full) < len(self._job_types)
         self._flagged = None
         await self._flag(idle=is_idle, full=full if is_idle else frozenset())
-        asked, late = self._take_wakes(full)
+        asked, due_from = self._take_wakes(full)
         try:
             await self._store.run(
-                self._statements.pass_wake(self._worker_id, sorted(asked), self._queues, bool(late))
+                self._statements.pass_wake(
+                    self._worker_id, sorted(asked), self._queues, least(due_from)
+                )
             )
         except BaseException:
-            self._unanswered |= asked
-            self._late |= late
+            self._give_back_wakes(asked, due_from)
             raise
 
     async def _wait_for_work(self) -> None:
@@ -356,12 +367,10 @@ class Fetcher:
             and time.monotonic() - self._flagged_at > IDLE_HYSTERESIS_SECONDS
         ):
             await self._flag(idle=False)  # a notification would be lost
-        asked_at = time.monotonic()
         due, rank, database_now = await self._store.run(
             self._statements.next_wake(self._worker_id, job_types, self._queues, polls)
         )
-        told = database_now.timestamp()
-        self._clock_offset = told - time.monotonic(), told - asked_at
+        self._clock_offset = database_now.timestamp() - time.monotonic()
         until_due = math.inf
         if due is not None:
             until_due = (due - database_now).total_seconds()

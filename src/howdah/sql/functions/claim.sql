@@ -14,8 +14,8 @@
 -- was ahead. sweep_lanes raises heads. If it does not run, a claim that searched from more than two seconds before
 -- the first job that the check saw raises the head to that job, with a chance of one in a hundred for each job
 -- taken (decision 0031). Not to the first job it took: another worker's jobs may be requeued.
--- p_ignore_heads is for a worker that received a notification of a job older than the margin (decision
--- 0017).
+-- p_due_from is for a worker that was notified of a job: if its enqueue took long to commit, the heads may have passed
+-- it. Lanes are searched from the notified due time on and no further back: below it are only dead entries.
 --
 -- p_suspects_alone: an earlier claim of a suspect expired before it started, so the suspect may have killed
 -- that process. It is claimed alone and as started, so that it uses up its attempts and no other job's
@@ -29,7 +29,7 @@ CREATE OR REPLACE FUNCTION claim_job_batch(
     p_lease interval DEFAULT '30 seconds',
     p_queues text[] DEFAULT '{default}',
     p_started boolean DEFAULT false,
-    p_ignore_heads boolean DEFAULT false,
+    p_due_from timestamptz DEFAULT NULL,
     p_suspects_alone boolean DEFAULT true)
 RETURNS SETOF jobs
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
@@ -65,8 +65,8 @@ BEGIN
             FROM live_jobs AS j
             WHERE j.status = 'pending' AND j.blockers = 0
               AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
-              AND j.run_at >= CASE WHEN p_ignore_heads OR h.head_at > v_now THEN '-infinity'
-                                   ELSE h.head_at END
+              AND j.run_at >= CASE WHEN h.head_at > v_now THEN '-infinity'
+                                   ELSE least(h.head_at, p_due_from) END
               AND j.run_at <= v_now
             ORDER BY j.run_at, j.id
             LIMIT 1) AS first

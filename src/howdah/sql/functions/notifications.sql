@@ -115,7 +115,7 @@ CREATE OR REPLACE FUNCTION pass_wake(
     p_worker_id text,
     p_job_types text[] DEFAULT NULL,
     p_queues text[] DEFAULT '{default}',
-    p_ignore_heads boolean DEFAULT false)
+    p_due_from timestamptz DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET search_path FROM CURRENT
@@ -135,9 +135,7 @@ BEGIN
     END IF;
     PERFORM wake_workers(
         (SELECT jsonb_agg(jsonb_build_array(
-                    l.queue, l.job_type,
-                    extract(epoch FROM CASE WHEN p_ignore_heads THEN due.first ELSE v_now END),
-                    l.priority, due.jobs))
+                    l.queue, l.job_type, extract(epoch FROM due.first), l.priority, due.jobs))
          FROM lanes AS l
          CROSS JOIN LATERAL lane_head(l.head_at, l.number) AS h
          CROSS JOIN LATERAL (
@@ -146,8 +144,8 @@ BEGIN
                    FROM live_jobs AS j
                    WHERE j.status = 'pending' AND j.blockers = 0
                      AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
-                     AND j.run_at >= CASE WHEN p_ignore_heads OR h.head_at > v_now THEN '-infinity'
-                                          ELSE h.head_at END
+                     AND j.run_at >= CASE WHEN h.head_at > v_now THEN '-infinity'
+                                          ELSE least(h.head_at, p_due_from) END
                      AND j.run_at <= v_now
                    ORDER BY j.run_at, j.id
                    LIMIT 10) AS j) AS due

@@ -26,10 +26,14 @@ $$;
 
 -- The next floors, for sweep_lanes: the seq of the first live job of every 32nd of all keys, from the last floor on. A
 -- transaction that is open commits no job with p_lasting_seq or a lower one.
+--
+-- Without enable_sort = off, PostgreSQL 18 may search live_jobs_ordered by seq alone, from key to key, and sort what it
+-- finds: that reads the dead entries of every key (measured: 16,000 pages instead of 200).
 CREATE OR REPLACE FUNCTION key_floors(p_last bigint[], p_lasting_seq bigint) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
-SET enable_seqscan = off SET enable_bitmapscan = off SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
+SET plan_cache_mode = force_generic_plan
 AS $$
 BEGIN RETURN ARRAY (
     SELECT least(p_lasting_seq + 1, (
