@@ -35,7 +35,6 @@ class Clients:
             psycopg.connect(url, autocommit=True, options=options, prepare_threshold=1)
             for _ in range(CLIENTS + 1)
         ]
-        self.seeds = self._find_seeds()
 
     def close(self) -> None:
         for connection in self.connections:
@@ -72,15 +71,7 @@ class Clients:
         rows = self.run(
             client,
             "SELECT job_type, priority, twin, nullif(h.head_at, '-infinity') AS head_at "
-            "FROM lanes AS l, lane_head(l.head_at, l.number) AS h",
-        )
-        return {((row["job_type"], row["priority"]), row["twin"]): row["head_at"] for row in rows}
-
-    def stored_heads(self) -> dict[tuple[Lane, bool], datetime | None]:
-        """The heads in the rows of the lanes, without what a sweep has raised."""
-        rows = self.run(
-            OBSERVER,
-            "SELECT job_type, priority, twin, nullif(head_at, '-infinity') AS head_at FROM lanes",
+            "FROM lanes AS l, lane_head(l.number) AS h",
         )
         return {((row["job_type"], row["priority"]), row["twin"]): row["head_at"] for row in rows}
 
@@ -91,23 +82,6 @@ class Clients:
             other = heads.get(lane, head)
             heads[lane] = None if head is None or other is None else min(head, other)
         return heads
-
-    def _find_seeds(self) -> dict[bool, float]:
-        """Seeds of random(): with one, a claim moves the head of the first lane; with the other, it moves no head."""
-        self.run(
-            OBSERVER,
-            "CREATE FUNCTION pg_temp.draws(seed float8) RETURNS float8[] LANGUAGE plpgsql AS "
-            "'BEGIN PERFORM setseed(seed); RETURN ARRAY[random(), random(), random(), random(), "
-            "random(), random(), random(), random()]; END'",
-        )
-        rows = self.run(
-            OBSERVER,
-            "SELECT s / 20000.0::float8 AS seed, pg_temp.draws(s / 20000.0) AS drawn "
-            "FROM generate_series(1, 20000) AS s",
-        )
-        moving = next(row["seed"] for row in rows if row["drawn"][0] < 0.0005)
-        still = next(row["seed"] for row in rows if min(row["drawn"]) > 0.6)
-        return {True: moving, False: still}
 
 
 @contextmanager

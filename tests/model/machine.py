@@ -190,7 +190,8 @@ def a_producer_is_slower_than_the_margin(walk: Protocol, choice: Choice) -> None
     walk.system.enqueue(0, job)
     walk.system.pass_time(1)
     walk.system.enqueue(1, Spec(job_type=job.job_type, priority=job.priority))
-    walk.system.claim(1, moves_head=True)
+    walk.system.sweep()
+    walk.system.claim(1)
 
 
 # ── claiming and acknowledging ────────────────────────────────────────────────────────────────────
@@ -204,7 +205,6 @@ def claim(walk: Protocol, choice: Choice) -> None:
         len(choice.places),
         ignore_heads=choice.yes,
         started=choice.either,
-        moves_head=choice.places[0] % 2 == 0 and not walk.system.is_open(choice.client),
         alone=choice.places[-1] % 3 > 0,
     )
 
@@ -298,13 +298,3 @@ def a_worker_dies_again_and_again(walk: Protocol, choice: Choice) -> None:
 def maintain(walk: Protocol, choice: Choice) -> None:
     duties = ["keys", "sweep", "recover", "late" if choice.yes else "prune"]
     walk.system.run_duty(duties[choice.n])
-
-
-@action(is_pending)
-def peek(walk: Protocol, choice: Choice) -> None:
-    walk.system.peek(("ab"[choice.yes], [100, 150][choice.either]))
-
-
-@action(lambda walk: walk.system.peeks)
-def move_a_head_late(walk: Protocol, choice: Choice) -> None:
-    walk.system.move_head(-1 - choice.n % len(walk.system.peeks))

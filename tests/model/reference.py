@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
 REFUNDS = 10
-MARGIN = timedelta(milliseconds=250)
-GAP = timedelta(seconds=2)  # a claim moves a head only if it searched from longer before
 HOUR = timedelta(hours=1)
 
 Lane = tuple[str, int]  # job type and priority; the queue is always the same
@@ -499,8 +497,14 @@ class Reference:
         for holder in reversed(holders):
             if self.lock_of_another(client, holder.id) == "update":
                 continue
-            # A job that committed after a younger job got the key goes behind that job.
-            late = [job for job in waiting if since <= job.turn < holder.turn]
+            # A job that committed after a younger job got the key goes behind that job, with the later ones of its
+            # transaction.
+            own = self.open[client].wrote if 0 < since < holder.turn else {}
+            late = [
+                job
+                for job in waiting
+                if since <= job.turn and (job.turn < holder.turn or job.id in own)
+            ]
             free = [job for job in late if self.lock_of_another(client, job.id) is None]
             for job in free:
                 self._write(client, replace(job, turn=self._next_turn()))

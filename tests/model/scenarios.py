@@ -80,19 +80,16 @@ def a_killer_and_its_neighbours_are_claimed_in_a_bare_loop(system: System) -> No
         system.complete(0, system.claim(1))
 
 
-def a_claim_moves_the_head_late(system: System) -> None:
+def a_producer_is_slower_than_the_sweeps(system: System) -> None:
     system.enqueue(0, Spec())
-    system.peek(("a", 100))
+    system.complete(0, system.claim(0))
     system.begin(2)
     system.enqueue(2, Spec())
     system.pass_time(1)
-    system.enqueue(0, Spec())
-    system.claim(0, batch=1)
-    system.claim(0, batch=1, moves_head=True)
+    for _ in range(3):
+        system.sweep()  # raises the head above the job
     system.commit(2)
-    system.peek(("a", 100))
-    system.sweep()  # lowers the head, which was above the job of the slow producer
-    system.move_head(0)
+    system.sweep()
     system.claim(1)
 
 
@@ -116,6 +113,15 @@ def a_producer_of_a_key_commits_late(system: System) -> None:
     system.enqueue(0, KEYED, KEYED)
     system.enqueue(1, KEYED)
     system.commit(0)
+
+
+def a_rival_enqueues_between_two_jobs_of_a_key(system: System) -> None:
+    system.begin(0)
+    system.enqueue(0, KEYED)
+    system.enqueue(1, KEYED)
+    system.enqueue(0, KEYED, KEYED)
+    system.commit(0)
+    system.drain()
 
 
 def a_producer_of_a_key_spans_sweeps(system: System) -> None:
@@ -194,8 +200,7 @@ def a_job_comes_back_below_the_head(system: System) -> None:
     system.enqueue(0, Spec())
     claims = system.claim(0)
     system.pass_time(1)
-    system.enqueue(0, Spec())
-    system.claim(0, moves_head=True)
+    system.sweep()
     system.release(0, claims)
     system.claim(1)
 

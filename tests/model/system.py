@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from clients import OBSERVER, Clients, violation_on_error
 from comparison import STATE, compare_jobs, same
 from reference import (
-    GAP,
     HOUR,
-    MARGIN,
-    Lane,
     Reference,
     Spec,
     Transaction,
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from uuid import UUID
 
-    from reference import Heads, Once
+    from reference import Once
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +36,6 @@ class Claim:
 
     id: UUID
     lease: UUID
-
-
-@dataclass(frozen=True, slots=True)
-class Peek:
-    """What a claim that has not yet moved the head saw of a lane."""
-
-    lane: Lane
-    head: datetime | None
-    first_seen: datetime
-
-    def later(self, by: timedelta) -> Peek:
-        head = None if self.head is None else self.head - by
-        return Peek(self.lane, head, self.first_seen - by)
 
 
 # The jobs whose leases a run of the duty searches.
@@ -84,7 +68,6 @@ class System:
         self.reference = Reference()
         self.claims: list[Claim] = []
         self.ids: list[UUID] = []
-        self.peeks: list[Peek] = []
         self._results = 0
         self._clock = self.clients.now()
 
@@ -128,11 +111,6 @@ class System:
         self._move_back(OBSERVER, by, jobs.keys() - locked_ids, once.keys() - locked_keys)
         for client in (*self.reference.open, OBSERVER):
             self._move_extensions_back(client, by)
-        self.clients.run(
-            OBSERVER,
-            "UPDATE lanes SET head_at = head_at - %s",
-            by,
-        )
         moved = ", ".join(
             f"{name} = ARRAY (SELECT at - %(by)s FROM unnest({name}) WITH ORDINALITY AS r (at, n) ORDER BY n)"
             for name in ("heads", "raised", "used")
@@ -145,7 +123,6 @@ class System:
             by,
         )
         self.reference.pass_time(by)
-        self.peeks = [peek.later(by) for peek in self.peeks]
         self._compare(OBSERVER, heads=False)
 
     def _move_back(
@@ -250,16 +227,11 @@ class System:
         *,
         ignore_heads: bool = False,
         started: bool = False,
-        moves_head: bool = False,
         alone: bool = True,
     ) -> list[Claim]:
-        """Claim; move the head of the first lane only if `moves_head`."""
-        assert not (moves_head and self.is_open(client)), (
-            "a head that moves in an open transaction would stay locked"
-        )
-        with self._operation(client, heads=not moves_head) as reference:
+        """Claim."""
+        with self._operation(client) as reference:
             lanes = reference.claimable(client, self._clock, types, ignore_heads=ignore_heads)
-            self.clients.run(client, "SELECT setseed(%s)", self.clients.seeds[moves_head])
             rows = self.clients.run(
                 client,
                 "SELECT * FROM claim_job_batch(%s, %s, %s, '1 hour', '{default}', %s, %s, %s)",
@@ -292,57 +264,9 @@ class System:
             )
             if answer:
                 reference.claim(client, answer, rows[0]["lease_id"], started=started, alone=alone)
-            if moves_head:
-                latest = (
-                    rows[0]["claimed_at"] - MARGIN if rows else datetime.min.replace(tzinfo=UTC)
-                )
-                self._check_heads_moved_up(
-                    {lane: min(first.at(), latest) for lane, first, _ in lanes}
-                )
-                if answer and answer[0] in {job.id for job in lanes[0][2]}:
-                    lane, seen = lanes[0][0], lanes[0][1].at()
-                    heads = [
-                        head for row, head in self.clients.lane_rows().items() if row[0] == lane
-                    ]
-                    must(
-                        any(head is not None and head >= min(seen, latest) - GAP for head in heads),
-                        "a claim that is selected to move the head moves it up to what it saw",
-                    )
         claims = [Claim(row["id"], row["lease_id"]) for row in rows]
         self.claims += claims
         return claims
-
-    def _check_heads_moved_up(self, margins: Heads) -> None:
-        """Check that a claim moved heads only up: to what it saw, or to a margin behind the clock."""
-        for row, head in self.clients.lane_rows().items():
-            was, to = self._rows_before[row], margins.get(row[0])
-            up = head == to and head is not None and (was is None or was < head)
-            must(up or head == was, f"the head of {row} went from {was} to {head}, not to {to}")
-
-    def peek(self, lane: Lane) -> None:
-        """Start a claim: record what it sees of a lane."""
-        self.reference.heads = self.clients.heads(OBSERVER)
-        for found, first, _ in self.reference.claimable(OBSERVER, self._clock):
-            if found == lane:
-                stored = self.clients.stored_heads()[lane, False]
-                self.peeks.append(Peek(lane, stored, first.at()))
-
-    def move_head(self, n: int = -1) -> None:
-        """End a claim that peeked earlier: compare and set of the head."""
-        peek = self.peeks[n]
-        before = self.clients.stored_heads()
-        self.clients.run(
-            OBSERVER,
-            "SELECT move_head('default', %s, %s, coalesce(%s, '-infinity'::timestamptz), %s)",
-            *peek.lane,
-            peek.head,
-            peek.first_seen - MARGIN,
-        )
-        expected = {
-            row: peek.first_seen - MARGIN if (row[0], head) == (peek.lane, peek.head) else head
-            for row, head in before.items()
-        }
-        same(self.clients.stored_heads(), expected, "a head moves only from where the claim saw it")
 
     # ── acknowledging ─────────────────────────────────────────────────────────────────────────────
 
@@ -525,7 +449,7 @@ class System:
             self.clients.run(OBSERVER, "SELECT sweep_lanes()")
             reference.heads = self.clients.heads(OBSERVER)
             self._check_nothing_is_hidden()
-            self._undo_moves_up()
+            self._lower_heads()
 
     def run_duty(self, duty: str) -> None:
         """Run one duty once, through the function that workers call."""
@@ -552,7 +476,7 @@ class System:
                 case "sweep":
                     reference.heads = self.clients.heads(OBSERVER)
                     self._check_nothing_is_hidden()
-                    self._undo_moves_up()
+                    self._lower_heads()
                 case "prune":
                     touched = {k for t in reference.open.values() for k in t.once}
                     for key in [k for k, v in reference.once.items() if v[1] <= timedelta()]:
@@ -568,22 +492,14 @@ class System:
         for lane, head in reference.heads.items():
             must(head is None or head <= self.clients.now(), f"the head of {lane} is in the future")
 
-    def _undo_moves_up(self) -> None:
-        """A sweep moves up the heads of lanes whose scan was slow. That depends on the clock, and a walk must not."""
-        for ((job_type, priority), twin), head in self.clients.lane_rows().items():
-            was = self._rows_before.get(((job_type, priority), twin))
-            if head is not None and (was is None or was < head):
-                self.clients.run(
-                    OBSERVER,
-                    "WITH lane AS (UPDATE lanes SET head_at = h FROM "
-                    "(SELECT coalesce(%s, '-infinity'::timestamptz) AS h) AS t "
-                    "WHERE job_type = %s AND priority = %s AND twin = %s RETURNING number, h) "
-                    "UPDATE sweeps SET raised[lane.number %% 256 + 1] = h FROM lane",
-                    was,
-                    job_type,
-                    priority,
-                    twin,
-                )
+    def _lower_heads(self) -> None:
+        """A sweep raises heads to a moment before the clock. Here they stay half an hour behind it, so that a walk does
+        not depend on how fast it goes: only `pass_time` puts a job below a head."""
+        self.clients.run(
+            OBSERVER,
+            "UPDATE sweeps SET raised = ARRAY (SELECT CASE WHEN at IS NOT NULL "
+            "THEN least(at, clock_timestamp() - interval '30 minutes') END FROM unnest(raised) WITH ORDINALITY AS r (at, n) ORDER BY n)",
+        )
 
     def drain(self) -> None:
         """Commit every transaction and run the remaining jobs: every job must end."""
@@ -635,7 +551,7 @@ class System:
         if heads:
             after = self.clients.lane_rows()
             before = {row: self._rows_before.get(row) for row in after}
-            same(after, before, "only claims and the sweep move heads")
+            same(after, before, "only the sweep moves heads")
 
     def _read_heads(self, client: int) -> None:
         """Before an operation: the heads that the client sees, and those that are committed."""

@@ -38,7 +38,10 @@ MUTANTS = [
     Mutant(
         "the fence of an acknowledgement",
         "lock_leased",
-        {"j.lease_id = a.lease_id": "true", "j.lease_id = u.lease_id": "true"},
+        {
+            "AND (j.id, j.lease_id) IN (": "AND (j.id, j.lease_id) NOT IN (",
+            "j.lease_id = u.lease_id": "true",
+        },
         scenarios.a_stale_fence_is_used_again,
         says="no other",
         walks=200,
@@ -127,13 +130,6 @@ MUTANTS = [
         says="the state of job",
     ),
     Mutant(
-        "compare and set of a head",
-        "move_head",
-        {"AND l.head_at = p_from": ""},
-        scenarios.a_claim_moves_the_head_late,
-        says="only from where the claim saw it",
-    ),
-    Mutant(
         "a requeued job is due above the head",
         "requeue_at",
         {"greatest(p_run_at, (": "coalesce(p_run_at, ("},
@@ -144,7 +140,14 @@ MUTANTS = [
         "the sweep lowers a head that hides a job",
         "sweep_lane",
         {"v_from timestamptz := least(p_from, p_head)": "v_from timestamptz := p_head"},
-        scenarios.a_claim_moves_the_head_late,
+        scenarios.a_producer_is_slower_than_the_sweeps,
+        says="hidden after a sweep",
+    ),
+    Mutant(
+        "the heads that an open transaction may have read are kept",
+        "noted_writers",
+        {"(p_noted ->> o.writer)::bigint,": ""},
+        scenarios.a_producer_is_slower_than_the_sweeps,
         says="hidden after a sweep",
     ),
     Mutant(
@@ -181,6 +184,13 @@ MUTANTS = [
         "assign_key",
         {"UPDATE live_jobs AS j SET seq = DEFAULT WHERE j.id = v_late;": "NULL;"},
         scenarios.a_producer_of_a_key_commits_late,
+        says="the line before a key",
+    ),
+    Mutant(
+        "the jobs of a transaction keep their order behind the key holder",
+        "assign_key",
+        {"p_from_seq > 0 AND p_from_seq < v_holder_seq AND is_own_write(w.xmin)": "false"},
+        scenarios.a_rival_enqueues_between_two_jobs_of_a_key,
         says="the line before a key",
     ),
     Mutant(

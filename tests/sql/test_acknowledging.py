@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
@@ -11,9 +12,12 @@ import pytest
 from calls import claim, complete, enqueue, expire, fail, fences, get, maintain, rows, status, value
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import psycopg
 
     Connection = psycopg.Connection[Any]
+    Connect = Callable[..., Connection]
 
 
 @pytest.fixture
@@ -442,3 +446,24 @@ def test_an_event_with_a_number_is_written_once_in_whatever_order_its_statements
     kinds = rows(conn, "SELECT kind FROM howdah.job_events ORDER BY event_id")
     assert [kind for (kind,) in kinds] == ["1", "2", "3", "1"]
     assert get(conn, job.id).events_count == 4
+
+
+def test_the_wait_for_locked_jobs_is_bounded_for_all_of_them_together(
+    conn: Connection, connect: Connect
+) -> None:
+    """Each is locked for less than the time that a call waits for, one after the other."""
+    enqueue(conn, *([{"job_type": "work"}] * 10))
+    jobs = claim(conn)
+    free, held = jobs[:4], sorted(jobs[4:], key=lambda job: job.id)
+    holder = connect(autocommit=False)
+    holder.execute("SELECT FROM howdah.live_jobs WHERE id = ANY (%s) FOR UPDATE", ([held[0].id],))
+    others = connect(autocommit=False)
+    others.execute(
+        "SELECT FROM howdah.live_jobs WHERE id = ANY (%s) FOR UPDATE",
+        ([job.id for job in held[1:]],),
+    )
+    threading.Timer(0.2, holder.rollback).start()
+    conn.execute("SET statement_timeout = '2 s'")
+    assert set(complete(conn, *jobs)) == {job.id for job in (*free, held[0])}
+    others.rollback()
+    assert set(complete(conn, *held[1:])) == {job.id for job in held[1:]}

@@ -474,15 +474,15 @@ def test_what_was_dropped_stays_expected_after_an_upgrade(
 ) -> None:
     definition = stored_catalog(filled)["index live_jobs_pending"]
     filled.execute("DROP INDEX howdah.live_jobs_pending")
-    filled.execute("ALTER TABLE howdah.lanes ALTER head_at DROP NOT NULL")
+    filled.execute("ALTER TABLE howdah.lanes ALTER closing DROP NOT NULL")
     filled.execute("DROP FUNCTION howdah.remove_jobs")
     migrate.migrate(filled, "howdah", release=newer)
     stored, present = stored_catalog(filled), catalog(filled)
     assert stored["index live_jobs_pending"] == definition
-    assert "NOT NULL" in stored["column lanes.head_at"]
+    assert "NOT NULL" in stored["column lanes.closing"]
     assert {key for key in stored if stored[key] != present.get(key)} == {
         "index live_jobs_pending",
-        "column lanes.head_at",
+        "column lanes.closing",
     }
     assert "column lanes.next_release" in stored
 

@@ -100,6 +100,37 @@ def test_late_committers_go_behind_the_holder_in_their_own_order(
     assert drain(conn) == ["b", "c", "d"]
 
 
+def test_the_jobs_of_a_transaction_keep_their_order_if_a_rival_enqueues_between_them(
+    connect: Connect, conn: Connection
+) -> None:
+    slow = connect(autocommit=False)
+    enqueue(slow, keyed("a"))
+    enqueue(conn, keyed("rival"), keyed("second rival"))
+    enqueue(slow, keyed("b"), keyed("c"))
+    enqueue(conn, keyed("third rival"))
+    slow.commit()
+    order = drain(conn)
+    assert [name for name in order if "rival" not in name] == ["a", "b", "c"]
+    assert [name for name in order if "rival" in name] == ["rival", "second rival", "third rival"]
+
+
+def test_a_sweep_raises_a_sequence_that_is_behind_its_jobs(conn: Connection) -> None:
+    """As after logical replication, which does not replicate sequences."""
+    enqueue(conn, *map(keyed, "abcd"))
+    maintain(conn, "sweep")
+    conn.execute("SELECT setval('howdah.live_jobs_seq_seq', 1)")
+    maintain(conn, "sweep")
+    enqueue(conn, keyed("e"))
+    assert drain(conn) == ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("ahead", [3, 2**31 - 5])
+def test_a_row_with_an_xid_of_the_future_is_not_an_own_write(conn: Connection, ahead: int) -> None:
+    """A frozen row keeps the xid of two billion transactions ago, which looks like one that is to come."""
+    is_own = "SELECT howdah.is_own_write(((pg_current_xact_id()::text::bigint + %s) & 4294967295)::text::xid)"
+    assert value(conn, is_own, ahead) is False
+
+
 def test_a_completion_in_a_repeatable_read_transaction_frees_the_key(
     connect: Connect, conn: Connection
 ) -> None:

@@ -201,7 +201,7 @@ async def test_a_notification_makes_a_worker_find_a_job_below_its_lanes_head(
         (due,) = slow.execute("SELECT run_at FROM howdah.live_jobs").fetchone()  # type: ignore[misc]
         query = "SELECT clock_timestamp() > %s + interval '1.3 s'"  # the margin is 1 s
         await eventually(lambda: conn.execute(query, [due]).fetchone() == (True,))
-        conn.execute("UPDATE howdah.lanes SET head_at = clock_timestamp()")
+        conn.execute("UPDATE howdah.sweeps SET raised = array_fill(clock_timestamp(), ARRAY[256])")
         slow.commit()
         await completed(conn, 1)  # nothing else would find it within the hour
 

@@ -259,7 +259,9 @@ async def test_a_worker_without_a_free_slot_passes_its_notification_on(
             ).fetchone()  # type: ignore[misc]
             query = "SELECT clock_timestamp() > %s"
             await eventually(lambda: conn.execute(query, [due]).fetchone() == (True,))
-            conn.execute("UPDATE howdah.lanes SET head_at = clock_timestamp()")
+            conn.execute(
+                "UPDATE howdah.sweeps SET raised = array_fill(clock_timestamp(), ARRAY[256])"
+            )
         caller.commit()
         await eventually(lambda: ended(conn) == 1)  # no poll finds it within the hour
         flags = dict(conn.execute("SELECT worker_id, idle FROM howdah.workers").fetchall())

@@ -205,11 +205,11 @@ def _find_queues(schema: str, types: Sequence[str]) -> Statement[list[str]]:
     """The queues with pending jobs of these tasks. Missing lanes are created."""
     s = quote_schema(schema)
     return Statement(
-        "add_lane",
-        f"SELECT p.queue, {s}.add_lane(p.queue, p.job_type, p.priority, t.twin) "
+        "add_missing_lane",
+        f"SELECT p.queue, {s}.add_missing_lane(p.queue, p.job_type, p.priority) "
         "FROM (SELECT DISTINCT j.queue::text, j.job_type::text, j.priority::int "
         f"FROM {s}.live_jobs AS j WHERE j.status = 'pending' AND j.blockers = 0 "
-        "AND j.job_type = ANY ($1::text[])) AS p, (VALUES (false), (true)) AS t (twin)",
+        "AND j.job_type = ANY ($1::text[])) AS p",
         (list(types),),
         lambda rows: sorted({row[0] for row in rows}) or ["default"],
     )

@@ -14,16 +14,12 @@
 -- are those of the entry points, for the functions that they call too: each costs a microsecond or two per call.
 
 -- Locks the jobs whose fence is still valid. Returns their ids at the caller's positions, NULL for a
--- rejected one. Rows locked by others are skipped. With p_wait they are then waited for, at most one second or a
--- quarter of statement_timeout, which would end the statement for the whole batch: a heartbeat releases its lock
--- at once, a handler that completes the job in its own transaction may not (decision 0004).
+-- rejected one. Rows locked by others are skipped. With p_wait they are then waited for: see wait_for_leased.
 CREATE OR REPLACE FUNCTION lock_leased(p_ids uuid[], p_lease_ids uuid[], p_wait boolean) RETURNS uuid[]
-LANGUAGE plpgsql VOLATILE
-SET search_path FROM CURRENT SET lock_timeout = '1s'
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_locked uuid[];
-    v_timeout interval;
 BEGIN
     IF current_setting('max_prepared_transactions') <> '0' THEN
         PERFORM refuse_two_phase_commit();
@@ -40,25 +36,7 @@ BEGIN
         RETURN p_ids;
     END IF;
     IF p_wait THEN
-        v_timeout := nullif(current_setting('statement_timeout'), '0')::interval;
-        IF v_timeout < interval '4 seconds' THEN  -- until the end of this function, which has its own setting
-            PERFORM set_config('lock_timeout', ceil(extract(epoch FROM v_timeout) * 250)::text, true);
-        END IF;
-        BEGIN
-            PERFORM j.id
-            FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-            JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
-            WHERE j.id = ANY (p_ids)
-            ORDER BY j.id
-            FOR UPDATE OF j;
-            v_locked := ARRAY (
-                SELECT j.id
-                FROM unnest(p_ids, p_lease_ids) AS a (id, lease_id)
-                JOIN live_jobs AS j ON j.id = a.id AND j.lease_id = a.lease_id
-                WHERE j.id = ANY (p_ids));
-        EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
-            NULL;  -- still locked: rejected; held_jobs still returns it, and the caller tries again
-        END;
+        v_locked := v_locked || wait_for_leased(p_ids, p_lease_ids, v_locked);
     END IF;
     IF v_locked = '{}' THEN
         RETURN array_fill(NULL::uuid, ARRAY[coalesce(cardinality(p_ids), 0)]);
@@ -72,6 +50,43 @@ BEGIN
               LEFT JOIN live_jobs AS j
                   ON j.id = u.id AND j.lease_id = u.lease_id AND j.id = ANY (v_locked)) AS a
         ORDER BY a.n);
+END $$;
+
+-- Waits for jobs that others have locked, at most one second in all, or a quarter of statement_timeout, which would end
+-- the statement for the whole batch: a heartbeat releases its lock at once, a handler that completes the job in its own
+-- transaction may not (decision 0004). Returns those that it could lock. p_except: those that the caller has locked.
+CREATE OR REPLACE FUNCTION wait_for_leased(p_ids uuid[], p_lease_ids uuid[], p_except uuid[]) RETURNS uuid[]
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT SET lock_timeout = '1s'
+AS $$
+DECLARE
+    v_until timestamptz := clock_timestamp() + least(
+        interval '1 second', nullif(current_setting('statement_timeout'), '0')::interval / 4);
+    v_left int;
+    v_waiting record;
+    v_locked uuid[] := '{}';
+BEGIN
+    FOR v_waiting IN
+        SELECT DISTINCT h.id, h.lease_id
+        FROM held_jobs(p_ids, p_lease_ids) AS h
+        WHERE h.id <> ALL (p_except)
+        ORDER BY h.id
+    LOOP
+        v_left := ceil(extract(epoch FROM v_until - clock_timestamp()) * 1000);
+        EXIT WHEN v_left NOT BETWEEN 1 AND 1000;  -- also if the clock was set back
+        PERFORM set_config('lock_timeout', v_left::text, true);  -- until the end of this function
+        BEGIN
+            PERFORM FROM live_jobs AS j
+            WHERE j.id = ANY (ARRAY[v_waiting.id]) AND j.lease_id = v_waiting.lease_id
+            FOR UPDATE;
+            IF FOUND THEN
+                v_locked := v_locked || v_waiting.id;
+            END IF;
+        EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+            NULL;  -- still locked: rejected; held_jobs still returns it, and the caller tries again
+        END;
+    END LOOP;
+    RETURN v_locked;
 END $$;
 
 -- The jobs among these whose lease is still the caller's, also if another transaction has locked or changed

@@ -11,9 +11,8 @@
 -- Filtering by type after the sort would make a backlog of one type slow down every other type.
 --
 -- A claim starts at the lane's head (see lanes.sql), unless that lies in the future: then the server's clock
--- was ahead. sweep_lanes raises heads. If it does not run, a claim that searched from more than two seconds before
--- the first job that the check saw raises the head to that job, with a chance of one in a hundred for each job
--- taken (decision 0031). Not to the first job it took: another worker's jobs may be requeued.
+-- was ahead. Only sweep_lanes moves heads: a claim that moved one and stayed open could keep it where it hides a
+-- job (decision 0031).
 -- p_due_from is for a worker that was notified of a job: if its enqueue took long to commit, the heads may have passed
 -- it. Lanes are searched from the notified due time on and no further back: below it are only dead entries.
 --
@@ -46,7 +45,6 @@ DECLARE
     v_left int := validate_claim(p_worker_id, p_batch_size, p_lease);
     v_claimed int;
     v_lane record;
-    v_head timestamptz;
     v_types jsonb;
 BEGIN
     IF current_setting('max_prepared_transactions') <> '0' THEN
@@ -56,10 +54,9 @@ BEGIN
         v_types := hash_types(p_job_types);
     END IF;
     FOR v_lane IN
-        SELECT l.queue, l.job_type, l.priority, l.head_at, h.head_at AS searched_from,
-               first.run_at AS first_seen, first.suspect
+        SELECT l.queue, l.job_type, l.priority, first.run_at AS first_seen, first.suspect
         FROM lanes AS l
-        CROSS JOIN LATERAL lane_head(l.head_at, l.number) AS h
+        CROSS JOIN LATERAL lane_head(l.number) AS h
         CROSS JOIN LATERAL (
             SELECT j.run_at, p_suspects_alone AND j.claims > j.attempts AS suspect
             FROM live_jobs AS j
@@ -123,11 +120,6 @@ BEGIN
         FROM claimed AS t
         ORDER BY t.run_at, t.id;
         GET DIAGNOSTICS v_claimed = ROW_COUNT;
-        -- Only raised: a requeued job is due at the head or later, not before it.
-        v_head := least(v_lane.first_seen, v_now - head_margin());
-        IF v_head > v_lane.searched_from + interval '2 seconds' AND random() * 100 < v_claimed THEN
-            PERFORM move_head(v_lane.queue, v_lane.job_type, v_lane.priority, v_lane.head_at, v_head);
-        END IF;
         v_left := v_left - v_claimed;
         EXIT WHEN v_left = 0;
     END LOOP;

@@ -6,16 +6,15 @@
 -- for the due time of its first pending job, and a claim starts there. This keeps a claim's cost independent of
 -- dead entries (P10).
 --
--- sweep_lanes raises heads, and claims if it does not run. Only sweep_lanes lowers one, and repairs what the other
--- writers may miss (decision 0031). It also removes lanes that are no longer used (decision 0032).
+-- Only sweep_lanes moves heads, and finds what they hide (decision 0031). It also removes lanes that are no longer
+-- used (decision 0032).
 
 -- Adds a lane unless another transaction is adding it now: its commit, or sweep_lanes, makes the lane
 -- visible. A row that sweep_lanes is about to remove does not count; the new row is then its twin. One lock for
 -- every 32nd of all lanes, because the server's table of locks is small: a transaction may add any number of
--- lanes, and a lane whose lock another transaction holds is left to sweep_lanes (decision 0034).
-CREATE OR REPLACE FUNCTION add_lane(
-    p_queue text, p_job_type text, p_priority int, p_twin boolean DEFAULT false)
-RETURNS void
+-- lanes, and a lane whose lock another transaction holds is left to sweep_lanes (decision 0034). So is one whose row an
+-- older snapshot does not show: adding it would fail.
+CREATE OR REPLACE FUNCTION add_lane(p_queue text, p_job_type text, p_priority int) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
@@ -24,6 +23,7 @@ BEGIN
     IF EXISTS (
         SELECT FROM lanes AS l
         WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority AND l.closing = 0)
+       OR NOT sees_new_commits()
     THEN
         RETURN;
     END IF;
@@ -32,7 +32,7 @@ BEGIN
          FROM lanes AS l
          WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority
          LIMIT 1),
-        p_twin);
+        false);
     IF pg_try_advisory_xact_lock(hashtextextended(
         concat_ws(':', current_schema(), 'lanes', v_twin, hashtextextended(
             concat_ws(':', p_priority, p_queue, p_job_type), 0) & 31), 0))
@@ -51,30 +51,12 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN interval '250 milliseconds';
 
 -- The head of a lane. The planner inlines this, and reads the row of sweeps once for all lanes.
-CREATE OR REPLACE FUNCTION lane_head(p_head_at timestamptz, p_number int) RETURNS TABLE (head_at timestamptz)
+CREATE OR REPLACE FUNCTION lane_head(p_number int) RETURNS TABLE (head_at timestamptz)
 LANGUAGE sql STABLE
 BEGIN ATOMIC
-    SELECT greatest(p_head_at, (SELECT s.raised FROM sweeps AS s ORDER BY s.id DESC LIMIT 1)[p_number % 256 + 1])
+    SELECT coalesce((SELECT s.raised FROM sweeps AS s ORDER BY s.id DESC LIMIT 1)[p_number % 256 + 1], '-infinity')
     OFFSET 0;
 END;
-
--- Moves the head of a lane's row, without waiting and without overwriting what another transaction moved.
-CREATE OR REPLACE FUNCTION move_head(
-    p_queue text, p_job_type text, p_priority int, p_from timestamptz, p_to timestamptz)
-RETURNS void
-LANGUAGE sql VOLATILE
-SET search_path FROM CURRENT
-AS $$
-    UPDATE lanes
-    SET head_at = p_to
-    WHERE p_to <> p_from
-      AND ctid = ANY (ARRAY (
-          SELECT l.ctid
-          FROM lanes AS l
-          WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority
-            AND l.head_at = p_from
-          FOR NO KEY UPDATE SKIP LOCKED))
-$$;
 
 -- The due time of a job that becomes pending again: where a claim will look, so neither below the head nor
 -- in the future. (If every requeue lowered the head instead, updates of the lane would be lost, and
@@ -86,8 +68,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT
 AS $$
     SELECT greatest(p_run_at, (
         SELECT CASE WHEN sees_new_commits()
-                    THEN least(min(greatest(l.head_at, (
-                        SELECT s.raised FROM sweeps AS s ORDER BY s.id DESC LIMIT 1)[l.number % 256 + 1])),
+                    THEN least(min(coalesce((
+                        SELECT s.raised FROM sweeps AS s ORDER BY s.id DESC LIMIT 1)[l.number % 256 + 1], '-infinity')),
                         clock_timestamp())
                     ELSE clock_timestamp() END
         FROM lanes AS l
@@ -99,27 +81,32 @@ $$;
 -- future, raises the others, and removes unused lanes. Returns what it could not do.
 --
 -- One sweep at a time. Its lock ends with it and not with the transaction: a transaction that stays open after it ran
--- maintenance must not stop the sweeps of others.
+-- maintenance must not stop the sweeps of others. A cancellation at the wrong moment leaves the lock with its session, so
+-- there is another lock every three seconds: that costs a few sweeps and no more.
 CREATE OR REPLACE FUNCTION sweep_lanes() RETURNS text
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
-    v_lock bigint := hashtextextended(current_schema() || ':sweep', 0);
+    v_lock bigint := hashtextextended(
+        concat_ws(':', current_schema(), 'sweep', floor(extract(epoch FROM clock_timestamp()) / 3)), 0);
+    v_locked boolean := false;
 BEGIN
     IF NOT sees_new_commits() THEN
-        PERFORM add_missing_lanes();
         RETURN needs_new_commits();
-    ELSIF NOT pg_try_advisory_lock(v_lock) THEN
-        RETURN NULL;
     END IF;
     BEGIN
-        PERFORM add_missing_lanes();
-        PERFORM store_sweep();
+        v_locked := pg_try_advisory_lock(v_lock);
+        IF v_locked THEN
+            PERFORM add_missing_lanes();
+            PERFORM store_sweep();
+            PERFORM pg_advisory_unlock(v_lock);
+        END IF;
     EXCEPTION WHEN query_canceled OR OTHERS THEN
-        PERFORM pg_advisory_unlock(v_lock);
+        IF v_locked THEN
+            PERFORM pg_advisory_unlock(v_lock);
+        END IF;
         RAISE;
     END;
-    PERFORM pg_advisory_unlock(v_lock);
     RETURN NULL;
 END $$;
 
@@ -134,7 +121,8 @@ END $$;
 -- that ended before it is visible to the third step.
 --
 -- Sweeps have ascending ids. One in a transaction that stays open becomes visible after later ones, and is ignored then.
--- For that, each sweep that does not see the last id is stored, although nothing has changed.
+-- For that, each sweep that does not see the last id is stored, although nothing has changed. One that finds another
+-- when it is about to be stored is not: it did not know the heads of that one.
 CREATE OR REPLACE FUNCTION store_sweep() RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
@@ -162,6 +150,7 @@ DECLARE
     v_from_id bigint;
     -- The arrays of v_new: in the record, each assignment to one place would copy the whole array.
     v_stored timestamptz[] := '{}';
+    v_unknown boolean[] := '{}';  -- the lanes whose heads are unknown, or were written by a clock that was ahead
     v_raised timestamptz[] := array_fill(NULL::timestamptz, ARRAY[256]);
     v_quiet int[] := '{}';
     v_used timestamptz[] := '{}';
@@ -172,16 +161,24 @@ BEGIN
     v_is_last := v_last.id = (SELECT s.last_value FROM sweeps_id_seq AS s);
     v_kept := v_last.heads;
     v_count := cardinality(v_last.lanes);
+    PERFORM renumber_lanes();
     SELECT coalesce(array_agg(l ORDER BY l.number), '{}'),
            coalesce(array_agg(l.number ORDER BY l.number), '{}'),
-           array_agg(greatest(l.head_at, v_last.raised[l.number % 256 + 1]) ORDER BY l.number),
+           array_agg(coalesce(v_last.raised[l.number % 256 + 1], '-infinity') ORDER BY l.number),
            array_agg(p.place ORDER BY l.number)
     INTO v_lanes, v_new.lanes, v_heads, v_places
     FROM lanes AS l
-    LEFT JOIN unnest(v_last.lanes) WITH ORDINALITY AS p (number, place) ON p.number = l.number;
+    -- Of a number that two lanes share, nothing is known.
+    LEFT JOIN (
+        SELECT u.number, min(u.place) AS place
+        FROM unnest(v_last.lanes) WITH ORDINALITY AS u (number, place)
+        WHERE u.number NOT IN (SELECT d.number FROM lanes AS d GROUP BY d.number HAVING count(*) > 1)
+        GROUP BY u.number
+        HAVING count(*) = 1) AS p ON p.number = l.number;
     v_new.seqs := ARRAY (SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END FROM live_jobs_seq_seq AS s);
     IF v_new.seqs[1] < v_last.seqs[1] THEN
-        -- The sequence was set back. The keys of jobs that were enqueued since may have no holder.
+        -- The sequence was set back, or was not replicated. The keys of jobs that were enqueued since may have no holder.
+        PERFORM setval('live_jobs_seq_seq', greatest(v_last.seqs[1], highest_key_seq()));
         v_last.seqs := array_fill(0::bigint, ARRAY[cardinality(v_last.seqs)]);
         v_last.key_floors := NULL;
         INSERT INTO unassigned_keys (ordering_key)
@@ -196,11 +193,11 @@ BEGIN
               UNION SELECT e.value::bigint FROM jsonb_each(v_last.writers) AS e WHERE e.key <> ALL (v_open)) AS w);
     v_lasting := coalesce(v_last.writers ?| v_open, false);
 
-
     FOR n IN 1..cardinality(v_lanes) LOOP
         v_from := '-infinity';
-        -- If not, the clock was ahead, and these heads say nothing.
-        IF greatest(v_heads[n], v_kept[v_places[n]]) <= clock_timestamp() THEN
+        v_unknown[n] := (greatest(v_heads[n], v_kept[v_places[n]]) <= clock_timestamp()) IS NOT TRUE
+            OR v_places[n] IS NULL;
+        IF NOT v_unknown[n] THEN
             v_from := 'infinity';
             FOREACH v_sweep IN ARRAY v_searched LOOP
                 v_from := least(v_from, coalesce(v_kept[(v_sweep - 1) * v_count + v_places[n]], '-infinity'));
@@ -224,9 +221,11 @@ BEGIN
         v_sweep := coalesce(array_position(v_last.kept_sweeps, v_new.kept_sweeps[k]), 0);
         v_new.seqs[k] := coalesce(v_last.seqs[v_sweep], 0);
         FOR n IN 1..cardinality(v_lanes) LOOP
-            -- Their transactions may have read a head that was lowered now.
-            v_stored[(k - 1) * cardinality(v_lanes) + n] := least(
-                v_stored[n], coalesce(v_kept[(v_sweep - 1) * v_count + v_places[n]], '-infinity'));
+            -- Their transactions may have read a head that was lowered now. If the clock was ahead, they may write
+            -- below any head.
+            v_stored[(k - 1) * cardinality(v_lanes) + n] := CASE
+                WHEN v_unknown[n] THEN '-infinity'
+                ELSE least(v_stored[n], coalesce(v_kept[(v_sweep - 1) * v_count + v_places[n]], '-infinity')) END;
         END LOOP;
     END LOOP;
     v_new.heads := v_stored;
@@ -243,6 +242,9 @@ BEGIN
         v_last.seqs[1], v_last.key_floors)
        OR v_is_last IS NOT TRUE
     THEN
+        IF (SELECT max(s.id) FROM sweeps AS s) IS DISTINCT FROM v_last.id THEN
+            RETURN;
+        END IF;
         v_new.id := nextval('sweeps_id_seq');
         IF v_new.id <= v_last.id THEN  -- this sequence was set back
             v_new.id := setval('sweeps_id_seq', v_last.id + 1);
@@ -296,10 +298,8 @@ BEGIN
         v_missing := (SELECT jsonb_agg(to_jsonb(m)) FROM missing_lanes() AS m);
         -- An open transaction is adding a lane that was found again.
         EXIT WHEN v_missing IS NULL OR v_missing = v_previous;
-        -- If an open transaction is adding a lane, its row cannot be added here, but its twin can: jobs of
-        -- other transactions must not wait for that one.
-        PERFORM add_lane(m ->> 'queue', m ->> 'job_type', (m ->> 'priority')::int, t.twin)
-        FROM jsonb_array_elements(v_missing) AS m, (VALUES (false), (true)) AS t (twin);
+        PERFORM add_missing_lane(m ->> 'queue', m ->> 'job_type', (m ->> 'priority')::int)
+        FROM jsonb_array_elements(v_missing) AS m;
         -- The workers that were woken for these jobs have not found them.
         PERFORM wake_workers((
             SELECT jsonb_agg(jsonb_build_array(
@@ -307,6 +307,49 @@ BEGIN
             FROM jsonb_array_elements(v_missing) AS m));
         v_previous := v_missing;
     END LOOP;
+END $$;
+
+-- Adds a row of a lane. If an open transaction is adding it, its row cannot be added here, but its twin can: jobs of other
+-- transactions must not wait for that one. Not under the lock of add_lane, which an open transaction may hold for another
+-- lane.
+CREATE OR REPLACE FUNCTION add_missing_lane(p_queue text, p_job_type text, p_priority int) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '1ms'
+AS $$
+BEGIN
+    FOR n IN 0..1 LOOP
+        BEGIN
+            INSERT INTO lanes (queue, job_type, priority, twin)
+            SELECT p_queue, p_job_type, p_priority, n = 1
+            WHERE NOT EXISTS (
+                SELECT FROM lanes AS l
+                WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority AND l.closing = 0)
+            ON CONFLICT DO NOTHING;
+        EXCEPTION WHEN lock_not_available THEN
+            NULL;
+        END;
+    END LOOP;
+END $$;
+
+-- Gives lanes that share a number new ones: the sequence of a replica or of a restored table may start again.
+CREATE OR REPLACE FUNCTION renumber_lanes() RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM lanes AS l GROUP BY l.number HAVING count(*) > 1) THEN
+        RETURN;
+    END IF;
+    PERFORM setval('lanes_number_seq', greatest(max(l.number), (SELECT s.last_value FROM lanes_number_seq AS s)))
+    FROM lanes AS l;
+    UPDATE lanes
+    SET number = DEFAULT
+    WHERE ctid = ANY (ARRAY (
+        SELECT l.ctid
+        FROM lanes AS l
+        WHERE l.ctid IN (
+            SELECT d.ctid
+            FROM (SELECT o.ctid, row_number() OVER (PARTITION BY o.number) AS n FROM lanes AS o) AS d
+            WHERE d.n > 1)
+        FOR UPDATE SKIP LOCKED));
 END $$;
 
 -- The first pending job without a lane in each gap between queues, between the job types of a queue and
@@ -362,14 +405,16 @@ AS $$
 $$;
 
 -- The other transactions that have written jobs and not ended. Their locks are released after their commit can be
--- seen, so the next statement sees what a transaction that is not among them has written. A prepared transaction gets a
+-- seen, so the next statement sees what a transaction that is not among them has written. Virtual transaction ids start
+-- again when the server does, also after a crash, hence the process and the start of the server. A prepared transaction gets a
 -- new name when it is prepared, and when the server is restarted. Our functions refuse to be prepared, an INSERT into
 -- live_jobs cannot.
 CREATE OR REPLACE FUNCTION writers_of_jobs() RETURNS text[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 BEGIN RETURN ARRAY (
-    SELECT DISTINCT CASE WHEN k.pid IS NULL THEN 'prepared ' ELSE '' END || k.virtualtransaction
+    SELECT DISTINCT CASE WHEN k.pid IS NULL THEN 'prepared ' ELSE '' END
+        || concat_ws(' ', k.virtualtransaction, k.pid, extract(epoch FROM pg_postmaster_start_time()))
     FROM pg_locks AS k
     WHERE k.locktype = 'relation' AND k.relation = 'live_jobs'::regclass
       AND k.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
@@ -406,9 +451,6 @@ BEGIN
             p_lane.queue, p_lane.job_type, extract(epoch FROM v_first))));
     ELSIF p_raise OR is_due THEN
         head_at := least(v_first, v_began - head_margin());
-    END IF;
-    IF head_at < p_lane.head_at THEN
-        PERFORM move_head(p_lane.queue, p_lane.job_type, p_lane.priority, p_lane.head_at, head_at);
     END IF;
     IF p_lane.closing > 0 OR p_is_unused AND NOT is_due THEN
         closing := close_lane(p_lane, p_lasting);

@@ -237,7 +237,7 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT
 AS $$
     SELECT m.duty
     FROM maintenance AS m
-    WHERE m.duty IN ('recover', 'keys', 'sweep') AND isfinite(m.due_at)
+    WHERE m.duty IN ('recover', 'keys', 'sweep', 'late', 'clock') AND isfinite(m.due_at)
       AND m.due_at < p_now - interval '3 seconds'
       AND NOT EXISTS (
           SELECT FROM maintenance AS l WHERE l.duty = m.duty FOR NO KEY UPDATE SKIP LOCKED)

@@ -137,7 +137,7 @@ BEGIN
         (SELECT jsonb_agg(jsonb_build_array(
                     l.queue, l.job_type, extract(epoch FROM due.first), l.priority, due.jobs))
          FROM lanes AS l
-         CROSS JOIN LATERAL lane_head(l.head_at, l.number) AS h
+         CROSS JOIN LATERAL lane_head(l.number) AS h
          CROSS JOIN LATERAL (
              SELECT min(j.run_at) AS first, count(*) AS jobs
              FROM (SELECT j.run_at
@@ -181,7 +181,7 @@ BEGIN
     -- Jobs that became due in the last 100 ms are included: the claim before may have missed them.
     SELECT l.queue, l.job_type, first.run_at INTO v_queue, v_job_type, due_at
     FROM lanes AS l
-    CROSS JOIN LATERAL lane_head(l.head_at, l.number) AS h
+    CROSS JOIN LATERAL lane_head(l.number) AS h
     CROSS JOIN LATERAL (
         SELECT j.run_at
         FROM live_jobs AS j

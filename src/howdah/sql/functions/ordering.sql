@@ -47,6 +47,22 @@ BEGIN RETURN ARRAY (
     ORDER BY b);
 END $$;
 
+-- The highest seq of a live job with an ordering key.
+CREATE OR REPLACE FUNCTION highest_key_seq() RETURNS bigint
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
+AS $$
+BEGIN RETURN (
+    SELECT max((
+        SELECT j.seq
+        FROM live_jobs AS j
+        WHERE (hashtextextended(j.ordering_key::text, 0) & 31) = b
+        ORDER BY j.seq DESC
+        LIMIT 1))
+    FROM generate_series(0, 31) AS b);
+END $$;
+
 -- Gives a key to one waiting job, unless the job's row is locked. Returns whether it did. The job is found by its id
 -- alone: through the index on keys, a search reads the dead entries of every job that has waited for the key.
 CREATE OR REPLACE FUNCTION give_key_to_job(p_key text, p_job_id uuid) RETURNS boolean
@@ -115,13 +131,16 @@ BEGIN
         v_holder_seq := lock_key_holder(p_key, v_floor);
         -- The holder finishes after our commit, which is now, and that transaction sees our job.
         IF v_holder_seq IS NOT NULL THEN
-            -- Jobs that commit late go behind the holder: the next job is searched above its seq. One by
-            -- one, in seq order: a single UPDATE would go by id.
+            -- Jobs that commit late go behind the holder: the next job is searched above its seq. With them go the
+            -- later jobs of the transaction that commits now, so that its jobs keep their order. One by one, in seq
+            -- order: a single UPDATE would go by id.
             FOR v_late IN
                 SELECT w.id
                 FROM live_jobs AS w
                 WHERE w.ordering_key = p_key AND NOT w.holds_key
-                  AND w.seq >= greatest(p_from_seq, v_floor) AND w.seq < v_holder_seq
+                  AND w.seq >= greatest(p_from_seq, v_floor)
+                  AND (w.seq < v_holder_seq
+                       OR p_from_seq > 0 AND p_from_seq < v_holder_seq AND is_own_write(w.xmin))
                 ORDER BY w.seq
                 FOR UPDATE SKIP LOCKED
             LOOP
@@ -214,6 +233,8 @@ DECLARE
 BEGIN
     RETURN v_ahead = 0
         OR v_ahead < 2147483648 AND pg_xact_status((v_own + v_ahead)::text::xid8) = 'in progress';
+EXCEPTION WHEN invalid_parameter_value THEN
+    RETURN false;  -- an xid of the future: the row is frozen, and keeps the xid of two billion transactions ago
 END $$;
 
 -- SECURITY DEFINER: before PostgreSQL 18 a deferred trigger runs as the role that commits, not as the role
