@@ -16,6 +16,7 @@ from children import Children
 from howdah import NewJob
 from howdah.protocol.worker_statements import WorkerStatements
 from howdah.worker import fetcher
+from howdah.worker.wakes import Wakes
 from waiting import eventually, until
 
 if TYPE_CHECKING:
@@ -49,10 +50,10 @@ class Waiting:
     """The fetchers that wait for work now."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now: set[fetcher.Fetcher] = set()
-        wait = fetcher.Fetcher._wait
+        self.now: set[Wakes] = set()
+        wait = Wakes.wait
 
-        async def noted(waiting: fetcher.Fetcher, seconds: float) -> bool:
+        async def noted(waiting: Wakes, seconds: float) -> bool:
             if seconds > 0.05:
                 self.now.add(waiting)
             try:
@@ -60,7 +61,7 @@ class Waiting:
             finally:
                 self.now.discard(waiting)
 
-        monkeypatch.setattr(fetcher.Fetcher, "_wait", noted)
+        monkeypatch.setattr(Wakes, "wait", noted)
 
     async def all(self, count: int) -> None:
         await eventually(lambda: len(self.now) == count, f"{count} workers wait")
