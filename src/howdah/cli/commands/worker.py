@@ -20,6 +20,7 @@ from howdah.cli.load import load_app
 from howdah.cli.supervisor import Supervisor, stop_signals, stop_with_supervisor
 from howdah.encoding.safe_logger import get_logger
 from howdah.errors import HowdahError
+from howdah.execution import forks
 from howdah.worker import Worker, garbage_collector
 from howdah.worker.event_loop import run_to_end
 from howdah.worker.executor_slots import SlotTask
@@ -187,8 +188,7 @@ def _handle_signals(worker: Worker, supervised: bool) -> None:
     def install() -> None:
         # Not `loop.add_signal_handler`: its handlers do not run while a task blocks the loop.
         for number in numbers:
-            if signal.getsignal(number) is not on_signal:
-                signal.signal(number, on_signal)
+            forks.handle_signal(number, on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         # A task in this thread may have replaced or blocked them. Then no signal could stop this worker.
         loop.call_later(SIGNAL_CHECK_SECONDS, install)
