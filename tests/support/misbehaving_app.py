@@ -398,5 +398,5 @@ LEFT: list[asyncio.Task[None]] = []
 def in_worker() -> bool:
     """Whether this event loop is that of the worker, which does not wait for its default executor."""
     return threading.current_thread() is threading.main_thread() and (
-        multiprocessing.parent_process() is None
+        multiprocessing.current_process().name != "howdah-task"
     )

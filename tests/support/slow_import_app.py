@@ -12,7 +12,7 @@ from howdah import App, Context
 
 app = App(lease=float(os.environ.get("FAULT_APP_LEASE", "30")))
 
-if multiprocessing.parent_process() is not None:
+if multiprocessing.current_process().name == "howdah-task":
     Path(os.environ["SLOW_IMPORT_REACHED"]).touch()
     while not Path(os.environ["SLOW_IMPORT_GATE"]).exists():
         time.sleep(0.02)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import process_tasks
 from children import Children
 from howdah.worker import fetcher
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import psycopg
+
+    from howdah import App
 
 
 @pytest.fixture
@@ -33,3 +36,12 @@ def hourly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Polls once an hour: something else must have woken the worker."""
     monkeypatch.setattr(fetcher, "POLL_SECONDS", 3600.0)
     monkeypatch.setattr(fetcher, "POLL_SECONDS_LISTENING", 3600.0)
+
+
+@pytest.fixture
+def process_app(app: App, database: str, monkeypatch: pytest.MonkeyPatch) -> App:
+    """An app with the tasks of `process_tasks`, which task processes can import."""
+    monkeypatch.setenv("HOWDAH_DATABASE_URL", database)
+    for task in process_tasks.app.tasks.values():
+        app._register(task.function, task.name, task.options)
+    return app

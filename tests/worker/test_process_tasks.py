@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections import Counter
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from children import Children, all_ended
 from howdah import NewJob, Status
 from howdah.worker.processes import ProcessExecutor
+from howdah.worker.suspects import Suspects
+from howdah.worker.task_process import PARENT_CHECK_SECONDS
 from waiting import ended, eventually, until
 
 if TYPE_CHECKING:
@@ -148,3 +151,22 @@ async def test_a_job_does_not_inherit_what_the_one_before_has_changed_in_its_pro
         found = [await (await task.aenqueue()).aresult(60) for _ in range(2)]
     assert found[0] == found[1]
     assert found[0][1] is None
+
+
+async def test_a_suspect_is_not_charged_for_the_time_that_it_waits_to_be_started(
+    module_app: App,
+    running_worker: RunWorker,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = Suspects.start
+
+    async def start_late(suspects: Suspects, run: Any) -> bool:
+        await asyncio.sleep(2.5 * PARENT_CHECK_SECONDS)
+        return await start(suspects, run)
+
+    monkeypatch.setattr(Suspects, "start", start_late)
+    handle = await module_app.tasks["process:ok"].using(max_attempts=1).aenqueue(1)
+    conn.execute("UPDATE howdah.live_jobs SET claims = 5 WHERE id = %s", [handle.id])
+    async with running_worker(module_app):
+        assert await handle.aresult(60) == {"x": 1, "attempt": 1}

@@ -100,6 +100,8 @@ class ExecutorSlots:
         self._cancellers: set[Any] = set()
         self._clean_variables = contextvars.Context()
         self._clean_items: list[tuple[contextvars.ContextVar[Any], Any]] = []
+        self.is_available: Callable[[], bool] = lambda: True
+        """Whether the executor can run a job now."""
         self.buffer: deque[Run] = deque()
         self.running: dict[Run, SlotTask] = {}
         self.wants_more = False
@@ -110,7 +112,7 @@ class ExecutorSlots:
     def demand(self) -> list[Demand]:
         """How many jobs to claim, and of which types."""
         # A job whose outcome could not be written for long is better claimed by another worker.
-        is_shut = self._closed or self._with.completer.is_full
+        is_shut = self._closed or self._with.completer.is_full or not self.is_available()
         demands = [] if is_shut else self._prefetch.demand(self.buffer, self.running)
         self.wants_more = not (demands and demands[0].is_whole)
         return demands
@@ -204,9 +206,9 @@ class ExecutorSlots:
         return [slot.run for slot in (*self._slots, *self._abandoned) if slot.run is not None]
 
     def answers(self) -> bool:
-        """Whether a job that is claimed now can run: every slot exists, and not all of them are occupied by
-        handlers that were aborted and do not stop."""
-        if sum(not slot.done() for slot in self._slots) < self._count:
+        """Whether a job that is claimed now can run: the executor is available, every slot exists, and not all of them
+        are occupied by handlers that were aborted and do not stop."""
+        if not self.is_available() or sum(not slot.done() for slot in self._slots) < self._count:
             return False
         late = time.monotonic() - STUCK_SECONDS
         return sum(at < late for at in self._aborted_at.values()) < self._count

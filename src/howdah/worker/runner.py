@@ -223,6 +223,7 @@ class Worker:
             app.tasks, executors, suspects=suspects, heartbeat=heartbeat, completer=completer,
             hooks=hooks, resources=resources, on_crash=self._crash, abandon_seconds=seconds,
         )  # fmt: skip
+        slots.claim_while("process", processes.is_available)
         self._heartbeat = heartbeat
         listener = Listener(url, app.schema)
         listener.subscribe("cancel", self._on_cancel)

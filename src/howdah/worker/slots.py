@@ -128,6 +128,11 @@ class Slots:
             add(run)
             by_type[job.job_type].put(run)
 
+    def claim_while(self, name: str, is_available: Callable[[], bool]) -> None:
+        """Claim jobs for an executor only while this function returns True."""
+        if name in self._executors:
+            self._executors[name].is_available = is_available
+
     # ── for the runner ────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:

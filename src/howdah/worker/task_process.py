@@ -1,23 +1,26 @@
 """In a task process: finds the task, tells the worker how far it is, and runs the handler. `process_handle.py` is the
-worker's side.
+worker's side, `process_state.py` undoes what a handler has changed.
 
-Every message names the number of its run: a thread that a handler has left behind may report when the next one runs."""
+Every message names the number of its run: a thread that a handler has left behind may report when the next one runs.
+Any thread may send, and so may a process that a handler has forked. Only the main thread receives: in its loop between
+runs, and in the handler of SIGTERM during a run."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import importlib
+import inspect
 import logging
-import math
+import multiprocessing
 import os
-import select
 import signal
 import socket
-import time
+import struct
+import sys
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from multiprocessing import reduction, spawn
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import msgspec
@@ -25,107 +28,100 @@ import msgspec
 from howdah.context import RunState
 from howdah.encoding import payload
 from howdah.execution import forks
-from howdah.execution.handler import aborted, execute
+from howdah.execution.handler import aborted, execute, outcome_of
 from howdah.execution.run import make_context
-from howdah.outcome import Outcome, Released
+from howdah.outcome import Aborted
 from howdah.protocol.worker_statements import Claimed
 from howdah.worker.process_messages import RECEIVED_BYTES, Messages, outcome_values
+from howdah.worker.process_state import ProcessState, address_space, limit_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
     from howdah.context import Context
-    from howdah.outcome import AbortReason
+    from howdah.outcome import AbortReason, Outcome
     from howdah.task import Task
 
-ADMISSION_TIMEOUT_SECONDS = 60.0
-# After so many events, the worker says when there is room for more.
-ASK_EVENTS, ASK_BYTES = 500, 1 << 20
-WAIT_SECONDS = (
-    1.0  # then it checks whether its worker is alive, and what a signal may have left in the inbox
-)
+PARENT_CHECK_SECONDS = 1
+# The share of a task's memory limit that earlier runs in the process may have kept.
+KEPT_SHARE = 0.25
 
 
 class NotImported(Exception):
     """The task's module cannot be imported, or its app's lifespans cannot be entered."""
 
 
+class TooLittleMemory(Exception):
+    """Earlier runs have kept too much of the address space for the memory limit of the task."""
+
+
 class _Channel:
-    """The `Sink` of this process: sends reports to the worker, and receives its messages."""
+    """The `Sink` of this process: sends reports to the worker, and receives its messages. A report waits while the
+    worker reads none, because too many events of the run are not written yet."""
 
     def __init__(self, end: socket.socket, worker: int) -> None:
+        end.settimeout(None)
+        # To check whether the worker is alive. Unlike a timeout of Python's, this one does not concern sends.
+        timeout = struct.pack("ll", PARENT_CHECK_SECONDS, 0)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         self._socket = end
         self._worker = worker
         self._messages = Messages()
-        self._inbox: deque[bytes] = deque()
-        self._readable = select.poll()
-        self._readable.register(end, select.POLLIN)
-        self._events = self._bytes = 0
+        self._inbox: deque[list[Any]] = deque()
+        self._aborted: tuple[int, AbortReason] | None = None
 
     def send(self, kind: str, number: int, one: Any = None, two: Any = None) -> None:
         """Send a message about a run."""
         for datagram in self._messages.encode(kind, number, one, two)[1]:
             self._socket.send(datagram)
 
-    def receive(self, seconds: float = math.inf) -> list[Any] | None:
-        """The next message, or None if there is none for so long."""
-        deadline = time.monotonic() + seconds
-        while True:
-            while self._inbox:
-                message: list[Any] | None = self._messages.decode(self._inbox.popleft())
-                if message is not None:
-                    return message
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            self._readable.poll(1000 * min(WAIT_SECONDS, left))
-            self.read()
-            if os.getppid() != self._worker:
-                os._exit(
-                    1
-                )  # the worker was killed, on a system that does not kill its processes then
-
-    def read(self) -> None:
-        """Put what has arrived into the inbox. A signal handler may do so at any time."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._inbox.append(self._socket.recv(RECEIVED_BYTES, socket.MSG_DONTWAIT))
+    def receive(self) -> list[Any]:
+        """The next message."""
+        while not self._inbox:
+            try:
+                self._sort(self._socket.recv(RECEIVED_BYTES))
+            except BlockingIOError:
+                if os.getppid() != self._worker:
+                    os._exit(
+                        1
+                    )  # the worker was killed, on a system that does not kill its processes
+        return self._inbox.popleft()
 
     def abort_reason(self, number: int) -> AbortReason | None:
         """Why the worker wants this run to stop, if it does."""
-        self.read()
-        for datagram in list(self._inbox):
-            message = Messages().decode(datagram)
-            if message is not None and message[:2] == ["abort", number]:
-                return cast("AbortReason", message[2])
-        return None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._sort(self._socket.recv(RECEIVED_BYTES, socket.MSG_DONTWAIT))
+        if self._aborted is None or self._aborted[0] != number:
+            return None
+        return self._aborted[1]
+
+    def _sort(self, datagram: bytes) -> None:
+        match self._messages.decode(datagram):
+            case None:
+                pass
+            case ["abort", number, reason]:
+                self._aborted = number, reason
+            case message:
+                self._inbox.append(message)
 
     def progress(self, run: RunState, percent: int | None, stage: str | None) -> None:
         """Send the newest progress of a run."""
-        assert isinstance(run, _ChildRun)  # noqa: S101 - see `run`
+        assert isinstance(run, _ChildRun)  # noqa: S101 - see `_run`
         self.send("progress", run.number, percent, stage)
 
     def event(self, run: RunState, kind: str, data: str) -> bool:
-        """Send an event. After some of them, wait until the worker has room for more."""
-        assert isinstance(run, _ChildRun)  # noqa: S101 - see `run`
+        """Send an event."""
+        assert isinstance(run, _ChildRun)  # noqa: S101 - see `_run`
         self.send("event", run.number, kind, data)
-        self._events, self._bytes = self._events + 1, self._bytes + len(data)
-        if self._events >= ASK_EVENTS or self._bytes >= ASK_BYTES:
-            self._events = self._bytes = 0
-            self.send("full", run.number)
-            # An abort ends the wait: its signal raises in this thread.
-            while self.receive() != ["room", run.number]:
-                pass
         return True
 
-    def is_admitted(self, number: int) -> bool:
-        """Wait until the worker has written the start of a suspect."""
+    def wait_for_admission(self, number: int) -> None:
+        """Wait until the worker has written the start of a suspect, however long that takes: the worker kills this
+        process if the suspect is not to run."""
         self.send("imported", number)
-        end = time.monotonic() + ADMISSION_TIMEOUT_SECONDS
-        while (left := end - time.monotonic()) > 0:
-            if self.receive(left) == ["enter", number]:
-                return True
-        return False
+        while self.receive() != ["enter", number]:
+            pass
 
 
 class _ChildRun(RunState):
@@ -144,32 +140,49 @@ class _ChildRun(RunState):
 _channel: _Channel | None = None
 _running: Context | None = None
 _tasks: dict[tuple[str, str], Task[..., Any]] = {}
+_lifespans: list[Iterator[Any]] = []  # a generator that nothing refers to is closed
 _resources: dict[int, Mapping[str, Any]] = {}
-_clean: _Surroundings | None = None  # since the last module was imported
+_clean: ProcessState | None = None  # since the last module was imported
+_imported_bytes = 0  # the address space without what handlers have added
 
 
-def serve(end: socket.socket, worker: int, set_up: Callable[[], object] | None = None) -> None:
-    """Run the jobs that the worker sends, until it kills this process. `set_up` sets up the logging, as that of the
-    worker."""
-    global _channel
+def main(start: dict[str, Any]) -> None:
+    """The main function of a task process. `start` is what the worker has written to its standard input, which
+    goes on with the pickled function that sets up the logging, as that of the worker."""
+    forks.guard()
+    _handle_signals()
+    _exit_with_worker()
+    this = multiprocessing.current_process()
+    # A worker that is started by the import of the main module would start this program again.
+    this._inheriting = True  # type: ignore[attr-defined]
+    try:
+        spawn.prepare(start["main"])
+    finally:
+        del this._inheriting  # type: ignore[attr-defined]
+    set_up = reduction.ForkingPickler.loads(sys.stdin.buffer.read())
     if set_up is not None:
         set_up()
         for handler in logging.getLogger().handlers:
             handler.addFilter(_add_job_id)
-    _channel = _Channel(end, worker)
-    forks.guard()
-    _Surroundings.now().restore()
-    _exit_with_worker()
+    _serve(_Channel(socket.socket(fileno=start["socket"]), start["worker"]))
+
+
+def _serve(channel: _Channel) -> None:
+    """Run the jobs that the worker sends, until it kills this process."""
+    global _channel, _imported_bytes
+    _channel, _imported_bytes = channel, address_space()
     while True:
-        message = _channel.receive()
-        if message is not None and message[0] == "run":
-            number, *values = message[1:]
-            try:
-                outcome = _run(_channel, number, *values)
-            except NotImported as error:
-                _channel.send("not-imported", number, str(error))
-            else:
-                _channel.send("ended", number, *outcome_values(outcome))
+        kind, number, *values = channel.receive()
+        if kind != "run":
+            continue  # about a run that has ended
+        try:
+            outcome, is_clean = _run(channel, number, *values)
+        except NotImported as error:
+            channel.send("not-imported", number, str(error))
+        except TooLittleMemory:
+            channel.send("declined", number)
+        else:
+            channel.send("ended" if is_clean else "ended-last", number, *outcome_values(outcome))
 
 
 def _add_job_id(record: logging.LogRecord) -> bool:
@@ -179,37 +192,17 @@ def _add_job_id(record: logging.LogRecord) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """What a handler may change in its process and the next one must not inherit."""
+def _handle_signals() -> None:
+    # Ctrl-C, init systems and closed terminals signal the whole process group, but only the worker may stop this process.
+    forks.handle_signal(signal.SIGINT, _ignore)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        forks.handle_signal(signal.SIGHUP, _ignore)
+    forks.handle_signal(signal.SIGTERM, _on_sigterm)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 
-    directory: str
-    environment: dict[str, str]
-    umask: int
 
-    @classmethod
-    def now(cls) -> _Surroundings:
-        umask = os.umask(0o077)  # the only way to read it
-        os.umask(umask)
-        try:
-            directory = os.getcwd()
-        except OSError:  # it was removed
-            directory = "/"
-        return cls(directory, dict(os.environ), umask)
-
-    def restore(self) -> None:
-        """Undo what the handler has changed, also signal handlers and timers."""
-        # Ctrl-C and init systems signal the whole process group, but only the worker may stop this process.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _on_sigterm)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        with contextlib.suppress(OSError):
-            os.chdir(self.directory)
-        os.umask(self.umask)
-        if dict(os.environ) != self.environment:
-            os.environ.clear()
-            os.environ.update(self.environment)
+def _ignore(_signal: int, _frame: object) -> None:
+    pass
 
 
 def _on_sigterm(_signal: int, _frame: object) -> None:
@@ -232,12 +225,17 @@ def _exit_with_worker() -> None:
 
 def _run(
     channel: _Channel, number: int, module: str, name: str, claimed: list[Any], is_suspect: bool
-) -> Outcome:
+) -> tuple[Outcome, bool]:
+    """The outcome of a run, and whether this process is as it was before."""
     global _running
-    is_new = (module, name) not in _tasks
-    task = _tasks[module, name] = _tasks.get((module, name)) or _find_task(module, name)
-    if is_suspect and not channel.is_admitted(number):
-        return Released()
+    task = _tasks.get((module, name)) or _find_task(module, name)
+    limit = task.options.memory_limit
+    if limit is not None and number > 1:  # a new process can do no better
+        kept = address_space() - _imported_bytes
+        if kept > KEPT_SHARE * (limit - _imported_bytes):
+            raise TooLittleMemory
+    if is_suspect:
+        channel.wait_for_admission(number)
     job = Claimed(UUID(claimed[0]), UUID(claimed[1]), *claimed[2:])
     context = make_context(
         task,
@@ -247,31 +245,38 @@ def _run(
         run=_ChildRun(number, channel),
         resources=_resources[id(task.app)],
     )
-    if is_new or is_suspect:
-        channel.send("entered", number)
-    with _memory_limit(task.options.memory_limit):
-        _running = context
-        try:
-            # The next handler must not see the context variables that this one has set.
-            return contextvars.Context().run(execute, task, context)
-        finally:
-            _running = None
-            forks.leave_if_forked()
-            if _clean is not None:
-                _clean.restore()
+    channel.send("entered", number)
+    if limit is not None:
+        limit_memory(limit)
+    _running = context
+    try:
+        if (reason := channel.abort_reason(number)) is not None:  # its signal came before
+            context.run.abort(reason)
+        # The next handler must not see the context variables that this one has set.
+        outcome = contextvars.Context().run(execute, task, context)
+    except Aborted as error:  # the signal came just before the handler, or just after it
+        outcome = outcome_of(task, context, error)
+    finally:
+        _running = None
+        forks.leave_if_forked()
+    return outcome, _clean is None or _clean.restore()
 
 
 def _find_task(module: str, name: str) -> Task[..., Any]:
     """Import the task's module, and enter the lifespans of its app."""
     from howdah.task import Task
 
-    global _clean
+    global _clean, _imported_bytes
+    before = address_space()
     try:
         namespace = vars(importlib.import_module(module))
         for value in namespace.values():
             if isinstance(value, Task) and value.name == name:
                 _enter_lifespans(value)
-                _clean = _Surroundings.now()
+                _handle_signals()
+                _clean = ProcessState.now()
+                _imported_bytes += address_space() - before
+                _tasks[module, name] = value
                 return value
     except BaseException as error:
         raise NotImported(payload.format_error(error)) from error
@@ -281,28 +286,13 @@ def _find_task(module: str, name: str) -> Task[..., Any]:
 
 
 def _enter_lifespans(task: Task[..., Any]) -> None:
-    import inspect
-
     if id(task.app) in _resources:
         return
     resources: dict[str, Any] = {}
     for lifespan in task.app.lifespans:
         if inspect.isgeneratorfunction(lifespan):
             # Entered once and never left: the process ends by being killed.
-            resources.update(next(lifespan()) or {})
+            entered = lifespan()
+            _lifespans.append(entered)
+            resources.update(next(entered) or {})
     _resources[id(task.app)] = resources
-
-
-@contextlib.contextmanager
-def _memory_limit(limit: int | None) -> Any:
-    if limit is None:
-        yield
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
