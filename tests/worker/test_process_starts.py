@@ -12,15 +12,15 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from howdah import Status
+import pytest
+
+from howdah import HowdahError, Status
 from howdah.worker import process_handle, processes
 from howdah.worker.process_handle import TaskProcess
 from waiting import ended, eventually, until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from children import Children
     from conftest import RunWorker
@@ -226,3 +226,16 @@ async def test_a_starting_process_does_not_end_by_a_signal_to_the_whole_process_
     async with running_worker(process_app, processes=1):
         assert await (await process_app.tasks["attempt"].aenqueue()).aresult(60) == 1
     assert CANNOT_START not in caplog.messages
+
+
+def test_a_worker_that_the_import_of_the_main_module_starts_in_a_task_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would start that program again, and so on."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(HowdahError) as caught:
+        process_handle.Launcher(None)
+    assert str(caught.value) == (
+        "a worker was started while a task process imported the main module; "
+        'start it below `if __name__ == "__main__":`.'
+    )

@@ -61,6 +61,7 @@ class _Channel:
 
     def __init__(self, end: socket.socket, worker: int) -> None:
         end.settimeout(None)
+        end.set_inheritable(False)  # not for programs that handlers start
         # To check whether the worker is alive. Unlike a timeout of Python's, this one does not concern sends.
         timeout = struct.pack("ll", PARENT_CHECK_SECONDS, 0)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
