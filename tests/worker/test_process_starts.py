@@ -76,9 +76,8 @@ async def test_a_worker_whose_processes_end_before_they_take_a_job_waits_and_is_
     handle = await process_app.tasks["attempt"].aenqueue()
     async with running_worker(process_app, processes=1) as worker:
         await eventually(lambda: caplog.messages.count(CANNOT_START) == 2)
-        assert started == 2
         assert not worker.health()["ready"]
-        assert (await handle.ajob()).attempts == 0
+        assert started == 2
         monkeypatch.setattr(process_handle, "_PROGRAM", program)
         assert await handle.aresult(60) == 1
         assert worker.health()["ready"]
