@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -464,6 +465,36 @@ def test_a_session_that_keeps_the_lock_of_sweeps_stops_them_for_seconds_only(
             break
         conn.execute("SELECT pg_sleep(0.1)")
     assert [job.id for job in found] == [late]
+
+
+@pytest.mark.parametrize("table", ["job_events", "workers", "watchers"])
+def test_a_retry_that_waited_for_another_table_is_not_hidden(
+    connect: Connect, conn: Connection, table: str
+) -> None:
+    """The call locks its job, and waits before it writes it. Sweeps raise the head meanwhile."""
+    failing = connect()
+    for _ in range(8):  # its plans are cached
+        enqueue(failing, WORK)
+        failing.execute("SELECT howdah.fail_jobs(%s, %s, '{no}')", fences(claim(failing)))
+        failing.execute("SELECT howdah.cancel_jobs(ARRAY (SELECT id FROM howdah.live_jobs))")
+    (late,) = enqueue(conn, WORK)
+    jobs = claim(conn)
+    operator = connect(autocommit=False)
+    operator.execute(f"LOCK TABLE howdah.{table} IN SHARE MODE".encode())
+    failure = threading.Thread(
+        target=lambda: failing.execute("SELECT howdah.fail_jobs(%s, %s, '{no}')", fences(jobs))
+    )
+    failure.start()
+    for _ in range(8):
+        conn.execute("SELECT pg_sleep(0.1)")
+        enqueue(conn, WORK | {"job_type": "other"})
+        complete(conn, *claim(conn, types=["other"]))
+        conn.execute("SELECT howdah.sweep_lanes()")
+    operator.rollback()
+    failure.join()
+    for _ in range(2):
+        conn.execute("SELECT howdah.sweep_lanes()")
+    assert [job.id for job in claim(conn)] == [late]
 
 
 def test_a_writer_is_known_by_its_process_and_its_server_too(

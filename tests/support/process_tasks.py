@@ -171,6 +171,10 @@ CHANGES: dict[str, Any] = {
     "socket timeout": lambda: socket.setdefaulttimeout(0.01),
     "recursion limit": lambda: sys.setrecursionlimit(500),
     "replaced stream": lambda: setattr(sys, "stdout", None),
+    "module path": lambda: sys.path.insert(0, "/plugins"),
+    "replaced module path": lambda: setattr(sys, "path", []),
+    "environment": lambda: os.environ.update(CHANGED="yes"),
+    "replaced environment": lambda: setattr(os, "environ", {}),
     "closed stream": lambda: sys.stdout.close(),
     "closed file": lambda: os.close(1),
 }
@@ -206,6 +210,8 @@ def observes() -> tuple[int, list[Any]]:
         signal.getitimer(signal.ITIMER_VIRTUAL),
         socket.getdefaulttimeout(),
         sys.getrecursionlimit(),
+        sys.path[:3],
+        sorted(os.environ),
         is_open,
     ]
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,8 +21,6 @@ from howdah.worker.process_handle import TaskProcess
 from waiting import ended, eventually, until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from children import Children
     from conftest import RunWorker
     from howdah import App, JobQueue
@@ -167,6 +166,62 @@ def test_tasks_of_a_script_with_a_default_socket_timeout_run_in_processes(
             handle = queue.enqueue("step")
             until(lambda handle=handle: queue.get(handle).status.is_final, "the job ended")
             assert queue.get(handle).result == "__mp_main__", queue.get(handle).last_error
+    finally:
+        worker.terminate()
+        assert worker.wait(60) == 0
+
+
+PLUGINS = """
+import sys
+from howdah import App
+
+app = App()
+
+@app.task(run_in="process", max_attempts=1)
+def load_plugin() -> None:
+    sys.modules["billing"] = sys.modules["sys"]
+"""
+BILLING = """
+from plugins import app
+
+@app.task(run_in="process", max_attempts=1)
+def bill() -> str:
+    return "billed"
+"""
+
+
+def test_a_module_that_an_earlier_handler_has_replaced_is_imported_in_another_process(
+    children: Children, queue: JobQueue, tmp_path: Path
+) -> None:
+    (tmp_path / "plugins.py").write_text(PLUGINS)
+    (tmp_path / "billing.py").write_text(BILLING)
+    children.start("--processes", "1", app="billing:app", cwd=tmp_path)
+    first = queue.enqueue("load_plugin")
+    until(lambda: queue.get(first).status.is_final, "the first job ended")
+    handle = queue.enqueue("bill")
+    until(lambda: queue.get(handle).status.is_final, "the job ended")
+    assert queue.get(handle).result == "billed", queue.get(handle).last_error
+
+
+@pytest.mark.parametrize("name", ["json.py", "queue.py", "struct.py"])
+def test_a_file_with_the_name_of_a_standard_module_stops_no_process(
+    children: Children, queue: JobQueue, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("")
+    (tmp_path / "shadowed.py").write_text(
+        "from howdah import App\n"
+        "app = App()\n"
+        "@app.task(run_in='process', max_attempts=1)\n"
+        "def step() -> int:\n"
+        "    return 1\n"
+    )
+    # Not with `-m`, which puts the directory first for the worker as well.
+    command = [Path(sys.executable).with_name("howdah"), "worker", "shadowed:app"]
+    worker = subprocess.Popen(command, cwd=tmp_path, env=children.environment())
+    try:
+        handle = queue.enqueue("step")
+        until(lambda: queue.get(handle).status.is_final, "the job ended")
+        assert queue.get(handle).result == 1, queue.get(handle).last_error
     finally:
         worker.terminate()
         assert worker.wait(60) == 0

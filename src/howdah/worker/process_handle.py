@@ -25,12 +25,18 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 EXIT_POLL_SECONDS = 0.1
-# The module path of the worker first: Howdah itself may be found by it.
-_PROGRAM = (
-    "import json, sys; start = json.loads(sys.stdin.buffer.readline()); "
-    "sys.path[:] = start['main']['sys_path']; "
-    "from howdah.worker.task_process import main; main(start)"
-)
+# Howdah and what it imports are found without the directories of the program, if possible: a file there may have the name
+# of a standard module. `-c` puts the current directory first.
+_PROGRAM = """\
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+import json
+start = json.loads(sys.stdin.buffer.readline())
+sys.path += [each for each in start["main"]["sys_path"] if each not in sys.path]
+from howdah.worker.task_process import main
+main(start)
+"""
 _STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 

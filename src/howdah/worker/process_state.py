@@ -30,7 +30,9 @@ class ProcessState:
 
     directory: str
     umask: int
+    environ: tuple[Any, Any]
     environment: dict[bytes, bytes]
+    module_path: tuple[list[str], list[str]]
     limits: list[tuple[int, tuple[int, int]]]
     handlers: list[tuple[int, Any]]
     mask: set[int]
@@ -51,7 +53,9 @@ class ProcessState:
         return cls(
             directory,
             umask,
+            (os.environ, os.environb),
             dict(os.environb),
+            (sys.path, list(sys.path)),
             [(each, resource.getrlimit(each)) for each in _LIMITS],
             [(each, getsignal(each)) for each in _SIGNALS],
             pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -82,6 +86,8 @@ class ProcessState:
             return False
         socket.setdefaulttimeout(self.socket_timeout)
         os.umask(self.umask)
+        os.environ, os.environb = self.environ
+        sys.path, sys.path[:] = self.module_path[0], self.module_path[1]
         if dict(os.environb) != self.environment:
             os.environb.clear()
             os.environb.update(self.environment)

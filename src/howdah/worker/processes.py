@@ -58,7 +58,8 @@ class NotTaken(Exception):
 
 
 class Declined(Exception):
-    """Earlier runs in a task process have kept too much memory for the memory limit of the task."""
+    """Earlier runs in a task process have kept too much memory for the memory limit of the task, or its module cannot be
+    imported there. Another process takes the job."""
 
 
 class _Assignment:
@@ -241,7 +242,8 @@ class ProcessExecutor:
                     assignment.answer.set_result(None)
             case "not-imported":
                 self._has_taken(assignment)
-                assignment.fail(NotImported(one))
+                # An earlier handler may have changed what the process imports: a new one decides.
+                assignment.fail(NotImported(one) if process.runs == 1 else Declined())
             case "declined":
                 assignment.fail(Declined())
             case "entered":

@@ -281,9 +281,14 @@ def _find_task(module: str, name: str) -> Task[..., Any]:
                 return value
     except BaseException as error:
         raise NotImported(payload.format_error(error)) from error
-    raise NotImported(
-        f'InvalidOption: module {module} has no task named "{name}" at its top level.'
-    )
+    why = f'InvalidOption: module {module} has no task named "{name}" at its top level.'
+    if module == "__main__":
+        # As `multiprocessing`, which cannot import it either.
+        why += (
+            " Tasks of a program that was started from a package, a zip file or a command line argument cannot run in "
+            "processes: move them to a module."
+        )
+    raise NotImported(why)
 
 
 def _enter_lifespans(task: Task[..., Any]) -> None:

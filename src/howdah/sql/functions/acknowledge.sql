@@ -223,7 +223,7 @@ SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
-    v_now timestamptz := clock_timestamp();
+    v_now timestamptz;
     v_failed uuid[];
     v_cancelled uuid[];
     v_lanes jsonb;
@@ -239,6 +239,8 @@ BEGIN
            jsonb_strip_nulls(jsonb_build_object(
                'error', r.error, 'traceback', r.traceback, 'worker', r.worker_id))
     FROM reported AS r;
+    -- Not before: the statement may have waited, and a due time of before the wait may be below the present heads.
+    v_now := clock_timestamp();
 
     WITH retried AS (
         UPDATE live_jobs AS j
@@ -313,7 +315,6 @@ SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SE
 SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
-    v_now timestamptz := clock_timestamp();
     v_lanes jsonb;
     v_requeued int;
     v_ended uuid[];
@@ -321,7 +322,7 @@ BEGIN
     WITH requeued AS (
         UPDATE live_jobs AS j
         SET status = 'pending',
-            run_at = CASE WHEN p_delay > interval '0' THEN v_now + p_delay
+            run_at = CASE WHEN p_delay > interval '0' THEN clock_timestamp() + p_delay
                           ELSE requeue_at(j.queue, j.job_type, j.priority, j.run_at) END,
             attempts = j.attempts - (
                 p_why = 'release' OR (j.started_at IS NULL AND j.claims - j.attempts < 10))::int,

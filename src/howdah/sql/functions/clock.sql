@@ -126,7 +126,7 @@ BEGIN
                           -- An earlier time was written by the right clock.
                           WHEN j.run_at BETWEEN greatest(p_now, a.written - interval '10 seconds')
                                             AND a.written + interval '1 hour'
-                          THEN p_now + greatest(j.run_at - a.written, interval '0')
+                          THEN clock_timestamp() + greatest(j.run_at - a.written, interval '0')
                           ELSE j.run_at END,
             -- The day of a job's events follows from created_at.
             created_at = CASE WHEN j.events_count = 0 THEN least(j.created_at, p_now) ELSE j.created_at END,

@@ -33,15 +33,18 @@ BEGIN
          WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority
          LIMIT 1),
         false);
-    IF pg_try_advisory_xact_lock(hashtextextended(
-        concat_ws(':', current_schema(), 'lanes', v_twin, hashtextextended(
-            concat_ws(':', p_priority, p_queue, p_job_type), 0) & 31), 0))
-    THEN
+    IF pg_try_advisory_xact_lock(lane_lock(p_queue, p_job_type, p_priority, v_twin)) THEN
         INSERT INTO lanes (queue, job_type, priority, twin)
         VALUES (p_queue, p_job_type, p_priority, v_twin)
         ON CONFLICT DO NOTHING;
     END IF;
 END $$;
+
+CREATE OR REPLACE FUNCTION lane_lock(p_queue text, p_job_type text, p_priority int, p_twin boolean) RETURNS bigint
+LANGUAGE sql STABLE
+RETURN hashtextextended(
+    concat_ws(':', current_schema(), 'lanes', p_twin, hashtextextended(
+        concat_ws(':', p_priority, p_queue, p_job_type), 0) & 31), 0);
 
 -- How far a head stays behind the clock, for enqueues that have not committed: their jobs are due no
 -- earlier than the enqueue started. A notification carries the due time of a job whose enqueue takes
@@ -317,6 +320,8 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '1ms'
 AS $$
 BEGIN
     FOR n IN 0..1 LOOP
+        -- So that an enqueue does not wait for this transaction.
+        PERFORM pg_try_advisory_xact_lock(lane_lock(p_queue, p_job_type, p_priority, n = 1));
         BEGIN
             INSERT INTO lanes (queue, job_type, priority, twin)
             SELECT p_queue, p_job_type, p_priority, n = 1
@@ -404,7 +409,8 @@ AS $$
         ORDER BY j.queue, j.job_type, j.priority DESC LIMIT 1) AS f
 $$;
 
--- The other transactions that have written jobs and not ended. Their locks are released after their commit can be
+-- The other transactions that have written or locked jobs and not ended: a function may lock jobs, read the clock, and
+-- write them only after it has waited for another table. Their locks are released after their commit can be
 -- seen, so the next statement sees what a transaction that is not among them has written. Virtual transaction ids start
 -- again when the server does, also after a crash, hence the process and the start of the server. A prepared transaction gets a
 -- new name when it is prepared, and when the server is restarted. Our functions refuse to be prepared, an INSERT into
@@ -418,7 +424,7 @@ BEGIN RETURN ARRAY (
     FROM pg_locks AS k
     WHERE k.locktype = 'relation' AND k.relation = 'live_jobs'::regclass
       AND k.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
-      AND k.mode = 'RowExclusiveLock' AND k.pid IS DISTINCT FROM pg_backend_pid());
+      AND k.mode IN ('RowExclusiveLock', 'RowShareLock') AND k.pid IS DISTINCT FROM pg_backend_pid());
 END $$;
 
 -- Sweeps one lane, as it was before writers_of_jobs. p_from: no hidden job is due earlier, so the dead entries below
