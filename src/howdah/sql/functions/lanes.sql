@@ -40,6 +40,7 @@ BEGIN
     END IF;
 END $$;
 
+-- The lock of add_lane: one for every 32nd of all lanes.
 CREATE OR REPLACE FUNCTION lane_lock(p_queue text, p_job_type text, p_priority int, p_twin boolean) RETURNS bigint
 LANGUAGE sql STABLE
 RETURN hashtextextended(
@@ -313,14 +314,14 @@ BEGIN
 END $$;
 
 -- Adds a row of a lane. If an open transaction is adding it, its row cannot be added here, but its twin can: jobs of other
--- transactions must not wait for that one. Not under the lock of add_lane, which an open transaction may hold for another
--- lane.
+-- transactions must not wait for that one. It does not need the lock of add_lane, which an open transaction may hold for
+-- another lane: lock_timeout ends a wait for a row that is being added. It takes the lock if it can, so that an enqueue
+-- does not wait for this transaction.
 CREATE OR REPLACE FUNCTION add_missing_lane(p_queue text, p_job_type text, p_priority int) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '1ms'
 AS $$
 BEGIN
     FOR n IN 0..1 LOOP
-        -- So that an enqueue does not wait for this transaction.
         PERFORM pg_try_advisory_xact_lock(lane_lock(p_queue, p_job_type, p_priority, n = 1));
         BEGIN
             INSERT INTO lanes (queue, job_type, priority, twin)
@@ -410,11 +411,11 @@ AS $$
 $$;
 
 -- The other transactions that have written or locked jobs and not ended: a function may lock jobs, read the clock, and
--- write them only after it has waited for another table. Their locks are released after their commit can be
--- seen, so the next statement sees what a transaction that is not among them has written. Virtual transaction ids start
--- again when the server does, also after a crash, hence the process and the start of the server. A prepared transaction gets a
--- new name when it is prepared, and when the server is restarted. Our functions refuse to be prepared, an INSERT into
--- live_jobs cannot.
+-- write them only after it has waited for another table. Their locks are released after their commit can be seen, so the
+-- next statement sees what a transaction that is not among them has written. Virtual transaction ids start again when the
+-- server does, also after a crash, hence the process and the start of the server. A prepared transaction gets a new name
+-- when it is prepared, and when the server is restarted. Our functions refuse to be prepared, an INSERT into live_jobs
+-- cannot.
 CREATE OR REPLACE FUNCTION writers_of_jobs() RETURNS text[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
