@@ -25,10 +25,9 @@ CLAIMERS = 4
 BAR = 2.0
 ENQUEUE = "SELECT howdah.enqueue_job($1::text)"
 CLAIM = (
-    "SELECT id, lease_id FROM howdah.claim_job_batch("
-    "$1::text, $2::text[], 1, '1 minute', p_suspects_alone => false)"
+    "SELECT id, lease_id FROM howdah.claim_runs($1::text, $2::text[], 1, '1 minute', '{default}')"
 )
-COMPLETE = "SELECT * FROM howdah.complete_jobs(ARRAY[$1::uuid], ARRAY[$2::uuid])"
+COMPLETE = "SELECT howdah.complete_runs(ARRAY[$1::uuid], ARRAY[$2::uuid])"
 SWEEP = "SELECT last_run_at, extract(epoch FROM took)::float8 FROM howdah.maintenance WHERE duty = 'sweep'"
 
 

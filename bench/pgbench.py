@@ -28,11 +28,10 @@ FROM ({claim}) AS claimed \\gset
 def script() -> str:
     """A script that claims a batch and completes it with the worker's statements."""
     statements = WorkerStatements("howdah")
-    claim = statements.claim("", [], 0, None, [], False).text  # type: ignore[arg-type]
-    values = ["'pgbench'", "'{async}'", str(BATCH_JOBS), "'30 s'", "'{default}'", "false"]
-    complete = statements.complete_jobs([], [], []).text
-    nothing = "array_fill(NULL::text, ARRAY[cardinality(:ids::uuid[])])"
-    acknowledged = [":ids", ":fences", nothing, "NULL", "false"]
+    claim = statements.claim("", [], 0, None, [], None).text  # type: ignore[arg-type]
+    values = ["'pgbench'", "'{async}'", str(BATCH_JOBS), "'30 s'", "'{default}'", "NULL"]
+    complete = statements.complete_runs([], [], [], None).text
+    acknowledged = [":ids", ":fences", "NULL", "NULL"]
     return SCRIPT.format(claim=_fill(claim, values), complete=_fill(complete, acknowledged))
 
 

@@ -130,8 +130,8 @@ async def test_a_worker_needs_few_statements_and_one_round_trip_for_each(
         await running
     round_trips = proxy.round_trips - before
     claims, completions = (
-        meter.cost("%claim_job_batch(%").calls,
-        meter.cost("%complete_jobs(%").calls,
+        meter.cost("%claim_runs(%").calls,
+        meter.cost("%complete_runs(%").calls,
     )
     counts = f"{claims} claims, {completions} completions, {round_trips} round trips"
     # 30 claims and 36 completions. A claim prefetches 0.2 s of work, and a completion sends what accumulates

@@ -184,8 +184,8 @@ async def test_a_lease_that_expired_while_the_job_was_locked_does_not_cost_the_o
     async with running_worker(app):
         handle = await work.aenqueue()
         await eventually(started.is_set, "it runs")
-        conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
         operator = lock(connect, handle.id)
+        conn.execute("UPDATE howdah.leases SET expires_at = clock_timestamp()")
         may_end.set()
         await eventually(lambda: "held_jobs" in sent, "it was rejected")
         assert conn.execute("SELECT howdah.recover_stale_jobs()").fetchone() == (0,)

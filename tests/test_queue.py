@@ -719,14 +719,31 @@ def test_a_released_job_returns_to_the_queue_without_using_an_attempt(
     assert [job.id for job in queue.claim()] == [claimed[0].id]
 
 
-def test_leases_are_extended_from_now(queue: JobQueue, claimed: list[Job]) -> None:
+def lease_seconds(queue: JobQueue, jobs: list[Job]) -> list[float]:
+    """The seconds until the leases of claimed jobs expire."""
+    ends = [queue.get(each).lease_expires_at for each in jobs]
+    now = datetime.now(UTC)
+    return [(end - now).total_seconds() for end in ends if end is not None]
+
+
+def test_leases_are_extended_from_now(queue: JobQueue) -> None:
+    queue.enqueue_many([("a", n) for n in range(4)])
+    claimed = [queue.claim(batch_size=1)[0] for _ in range(4)]
     queue.extend(claimed[0], lease=timedelta(hours=1))
     queue.extend(claimed[1:], lease=120)
-    left = [queue.get(each).lease_expires_at for each in claimed]
-    now = datetime.now(UTC)
-    assert all(each is not None for each in left)
-    assert now + timedelta(minutes=59) < left[0] < now + timedelta(minutes=61)  # type: ignore[operator]
-    assert all(now + timedelta(seconds=100) < each for each in left[1:])  # type: ignore[operator]
+    left = lease_seconds(queue, claimed)
+    assert len(left) == 4
+    assert 59 * 60 < left[0] < 61 * 60
+    assert all(100 < each < 140 for each in left[1:])
+
+
+def test_an_extension_of_a_job_extends_those_that_were_claimed_with_it(
+    queue: JobQueue, claimed: list[Job]
+) -> None:
+    queue.extend(claimed[0], lease=timedelta(hours=1))
+    left = lease_seconds(queue, claimed)
+    assert len(left) == 4
+    assert all(59 * 60 < each < 61 * 60 for each in left)
 
 
 def test_progress_of_one_or_several_jobs_never_decreases(

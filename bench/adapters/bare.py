@@ -34,11 +34,10 @@ class Bare(Howdah):
         statements = self.app.statements
         claiming = await asyncpg.connect(self.database)
         completing = await asyncpg.connect(self.database) if self.pipelined else claiming
-        claim = statements.claim("bare", [self.handler], BATCH, LEASE, ["default"], False)
-        complete = statements.complete_jobs([], [], [])
+        claim = statements.claim("bare", [self.handler], BATCH, LEASE, ["default"], None)
+        complete = statements.complete_runs([], [], [], None)
         claimed = await claiming.prepare(claim.text)
         completed = await completing.prepare(complete.text)
-        nothing = [None] * BATCH
         control.ready()
         last: asyncio.Task[object] | None = None
         while not control.stopped.is_set():
@@ -52,9 +51,7 @@ class Bare(Howdah):
             fences = [row["lease_id"] for row in rows]
             if last is not None:
                 await last
-            last = asyncio.create_task(
-                completed.fetch(ids, fences, nothing[: len(ids)], None, False)
-            )
+            last = asyncio.create_task(completed.fetch(ids, fences, None, None))
             if not self.pipelined:
                 await last
         if last is not None:

@@ -25,7 +25,7 @@ PLOTS = {
     "soak-dead.svg": ("Dead rows", "rows", ("dead rows of live_jobs", "dead rows of lanes")),
     "soak-times.svg": (
         "Mean time of a statement, by pg_stat_statements", "ms",
-        ("mean time of claim_job_batch", "mean time of complete_jobs", "mean time of enqueue_jobs"),
+        ("mean time of claim_runs", "mean time of complete_runs", "mean time of enqueue_jobs"),
     ),
     "soak-duties.svg": (
         "Time of the maintenance duties", "ms",

@@ -14,7 +14,14 @@ from bench.services import cpu_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-STATEMENTS = ("claim_job_batch", "complete_jobs", "enqueue_jobs", "extend_jobs")
+STATEMENTS = (
+    "claim_runs",
+    "claim_job_batch",
+    "complete_runs",
+    "complete_jobs",
+    "enqueue_jobs",
+    "extend_jobs",
+)
 # The leaves of a partitioned table count as one relation, as do the indexes of its leaves.
 _DAY = r"_?p?(\d{4}_?\d\d_?\d\d|default)"
 _RELATIONS = f"""

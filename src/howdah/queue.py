@@ -178,7 +178,8 @@ class JobQueue:
     def extend(
         self, job: JobRef | Iterable[JobRef], *, lease: Seconds | None = None, conn: Any = None
     ) -> None:
-        """Extend the lease of a claimed job to `lease` from now. Raises `LeaseLost` if it was lost."""
+        """Extend the lease of a claimed job to `lease` from now. Jobs of one type and priority that were claimed at once
+        share a lease. Raises `LeaseLost` if it was lost."""
         self._backend.run(self._operations.extend(job, lease), conn)
 
     def progress(

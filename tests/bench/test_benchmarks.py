@@ -172,8 +172,8 @@ def test_a_plot_escapes_the_labels_of_peers() -> None:
 
 def test_pgbench_runs_the_statements_of_the_worker() -> None:
     script = pgbench.script()
-    assert '"howdah".claim_job_batch(' in script
-    assert '"howdah".complete_jobs(' in script
+    assert '"howdah".claim_runs(' in script
+    assert '"howdah".complete_runs(' in script
     assert "$" not in script
 
 

@@ -163,17 +163,31 @@ NO_FENCE = {
     "lock_leased": {
         "(j.id, j.lease_id) IN": "(j.id) IN",
         "SELECT a.id, a.lease_id FROM unnest": "SELECT a.id FROM unnest",
-        "j.lease_id = a.lease_id": "true",
         "j.lease_id = u.lease_id": "true",
-    }
+    },
+    "finish_jobs": {"AND (p_lease_ids IS NULL OR j.lease_id = a.lease_id)": ""},
 }
+# A new queue counts as overdue for ten seconds, in which recovery would excuse leases.
+NO_EXCUSE = {"excuse_leases": {"NOT l.is_excused": "false"}}
+
+
+def of_claims(edits: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The edits, in the claim of the contract and in that of a worker."""
+    return {"claim_job_batch": edits, "claim_runs": edits}
+
+
 # Without the lock, a second worker claims the same rows while the first one sleeps between read and update.
-NO_LOCK = {
-    "claim_job_batch": {"FOR UPDATE SKIP LOCKED))": ")) AND (SELECT pg_sleep(0.05) IS NOT NULL)"}
-}
+NO_LOCK = of_claims(
+    {
+        "FOR UPDATE SKIP LOCKED))": ")) AND (SELECT pg_sleep(0.05) IS NOT NULL)",
+        # A row that another transaction has updated meanwhile has another ctid.
+        "j.ctid = ANY": "j.id = ANY",
+        "SELECT p.ctid": "SELECT p.id",
+    }
+)
 BUILDS = [
     Build(
-        "the fence of an acknowledgement", "P3", LateAcknowledgement, NO_FENCE,
+        "the fence of an acknowledgement", "P3", LateAcknowledgement, NO_FENCE | NO_EXCUSE,
         load=Load(seconds=14, rate=120, workers=2, lease=2, drain_timeout=25, backlog=400),
     ),
     Build(
@@ -181,7 +195,7 @@ BUILDS = [
         edits={"add_events": {
             ":= lock_leased(p_ids, p_lease_ids, p_wait)": ":= p_ids",
             "ON j.id = e.id AND j.lease_id = e.lease_id": "ON j.id = e.id",
-        }},
+        }} | NO_EXCUSE,
         worker="keep lost runs",
         load=Load(seconds=14, rate=120, workers=2, lease=2, drain_timeout=25, backlog=400),
     ),
@@ -190,11 +204,15 @@ BUILDS = [
     Build("the lock of a claim, on a server that crashes", "P3", CrashServer, NO_LOCK),
     Build(
         "leases: rescue goes by age", "P3",
-        edits={"lock_stale_jobs": {
-            "j.lease_expires_at BETWEEN p_from AND p_until": "true",
-            "p_timeout IS NULL OR j.claimed_at <= clock_timestamp() - p_timeout":
-                "j.claimed_at <= clock_timestamp() - interval '0.2 s'",
-        }},
+        edits={
+            "first_expired": {"l.expires_at BETWEEN p_from AND p_until": "true"},
+            "lock_leases": {
+                "l.expires_at BETWEEN p_from AND p_until": "true",
+                "p_timeout IS NULL OR l.claimed_at <= clock_timestamp() - p_timeout":
+                    "l.claimed_at <= clock_timestamp() - interval '0.2 s'",
+            },
+            **NO_EXCUSE,
+        },
         script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
     ),
     Build("work: it is acknowledged first", "P6", worker="acknowledge first"),
@@ -204,9 +222,8 @@ BUILDS = [
         "the cap on attempts", "P4",
         edits={
             "fail_jobs": {"AND j.attempts < j.max_attempts": "AND j.attempts < j.max_attempts + 2"},
-            "claim_job_batch": {"AND p.attempts < p.max_attempts": ""},
+            **of_claims({"AND p.attempts < p.max_attempts": ""}),
         },
-        script="ALTER TABLE live_jobs DROP CONSTRAINT consistent",
     ),
     Build(
         "the refund of an attempt that never began", "P8", KillAfterClaim,
@@ -224,14 +241,24 @@ BUILDS = [
     ),
     Build(
         "heartbeats of locked jobs", SCENARIO, OpenCancels,
-        edits={"lock_stale_jobs": {"e.expires_at > p_until": "false"}},
+        edits={
+            "extend_leases": {
+                "WHERE e.lease_id = ANY (p_lease_ids)":
+                    "WHERE e.lease_id = ANY (p_lease_ids) AND NOT EXISTS (\n"
+                    "    SELECT FROM live_jobs AS j WHERE j.lease_id = e.lease_id AND j.id <> ALL (ARRAY (\n"
+                    "        SELECT k.id FROM live_jobs AS k WHERE k.lease_id = ANY (p_lease_ids)\n"
+                    "        FOR NO KEY UPDATE SKIP LOCKED)))",
+            },
+            "recover_leases": {"interval '1 second'": "interval '0.1 s'"},
+            **NO_EXCUSE,
+        },
         # So that recovery comes before the next heartbeat.
         script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
         load=Load(seconds=14, rate=60, workers=2, lease=2, drain_timeout=25, backlog=100),
     ),
     Build(
         "the excuse for missed heartbeats", SCENARIO, LongOutages,
-        edits={"is_recovery_overdue": {"'00:00:06'": "'06:00:00'"}},
+        edits={"overdue_since": {"'00:00:06'": "'06:00:00'", "'00:00:10'": "'00:00:00'"}},
         # So that recovery comes before the next heartbeat.
         script="UPDATE maintenance SET period = '0.1 s' WHERE duty = 'recover'",
         load=Load(seconds=16, rate=60, workers=2, lease=2, drain_timeout=25, backlog=100),
@@ -244,14 +271,14 @@ BUILDS = [
     ),
     Build(
         "claims that go on", "P9",
-        edits={"claim_job_batch": {
+        edits=of_claims({
             "\nBEGIN\n": "\nBEGIN\n    IF (SELECT count(*) > 200 FROM finished_jobs) THEN RETURN; END IF;\n",
-        }},
+        }),
         load=Load(seconds=7, rate=120, workers=3, lease=2, drain_timeout=4, backlog=400),
     ),
     Build(
         "the order of a lane", "P7",
-        edits={"claim_job_batch": {"ORDER BY p.run_at, p.id": "ORDER BY p.run_at DESC, p.id"}},
+        edits=of_claims({"ORDER BY p.run_at, p.id": "ORDER BY p.run_at DESC, p.id"}),
         load=Load(seconds=7, rate=200, workers=1, lease=2, drain_timeout=25, backlog=400),
     ),
     Build(

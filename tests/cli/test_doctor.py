@@ -62,10 +62,23 @@ def test_doctor_reports_expired_leases(
 ) -> None:
     queue.enqueue("work")
     queue.claim_one()
-    connect().execute("UPDATE howdah.live_jobs SET lease_expires_at = now() - interval '1 min'")
+    connect().execute("UPDATE howdah.leases SET expires_at = now() - interval '1 min'")
     found = {each["check"]: each for each in read_json(run("doctor", "--json"))}
     assert found["leases"]["level"] == "problem"
     assert "howdah recover" in found["leases"]["advice"]
+
+
+def test_an_expired_lease_whose_jobs_have_ended_is_no_problem(
+    run: Run, queue: JobQueue, connect: Any, read_json: Any
+) -> None:
+    queue.enqueue("work")
+    job = queue.claim_one()
+    assert job is not None
+    connect().execute("SELECT howdah.complete_runs(%s, %s)", ([job.id], [job.lease_id]))
+    done = connect().execute("UPDATE howdah.leases SET expires_at = now() - interval '1 min'")
+    assert done.rowcount == 1
+    found = {each["check"]: each for each in read_json(run("doctor", "--json"))}
+    assert found["leases"]["level"] == "ok"
 
 
 def test_the_lease_of_a_locked_job_with_heartbeats_has_not_expired(
@@ -73,8 +86,9 @@ def test_the_lease_of_a_locked_job_with_heartbeats_has_not_expired(
 ) -> None:
     queue.enqueue("work")
     job = queue.claim_one()
+    assert job is not None
     conn, operator = connect(), connect(autocommit=False)
-    conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = now() - interval '1 min'")
+    conn.execute("UPDATE howdah.leases SET expires_at = now() - interval '1 min'")
     operator.execute("SELECT FROM howdah.live_jobs FOR UPDATE")
     conn.execute("SELECT howdah.extend_jobs(%s, %s)", ([job.id], [job.lease_id]))
     found = {each["check"]: each for each in read_json(run("doctor", "--json"))}

@@ -143,9 +143,9 @@ def differences(database: str) -> list[dict[str, Any]]:
     [
         ("DROP INDEX howdah.live_jobs_pending", "missing index live_jobs_pending"),
         (
-            "DROP INDEX howdah.live_jobs_claimed; "
-            "CREATE INDEX live_jobs_claimed ON howdah.live_jobs (queue)",
-            "altered index live_jobs_claimed",
+            "DROP INDEX howdah.leases_expired; "
+            "CREATE INDEX leases_expired ON howdah.leases (claimed_at)",
+            "altered index leases_expired",
         ),
         (
             "UPDATE pg_index SET indisvalid = false "
@@ -163,8 +163,8 @@ def differences(database: str) -> list[dict[str, Any]]:
         ),
         ("ALTER TABLE howdah.lanes ADD mine int", "unexpected column lanes.mine"),
         (
-            "ALTER TABLE howdah.live_jobs DROP CONSTRAINT consistent",
-            "missing constraint live_jobs.consistent",
+            "ALTER TABLE howdah.live_jobs DROP CONSTRAINT live_status",
+            "missing constraint live_jobs.live_status",
         ),
         ("ALTER TABLE howdah.lanes DROP CONSTRAINT lanes_pkey", "missing constraint lanes.lanes_pkey"),
         (

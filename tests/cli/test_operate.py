@@ -192,9 +192,7 @@ def test_recover_takes_expired_leases_and_with_a_timeout_old_claims(
     assert run("recover", "--timeout", "1h").stdout == "0 jobs recovered.\n"
     assert run("recover", "--timeout", "0s").stdout == "1 job recovered.\n"
     queue.claim_one()
-    connect().execute(
-        "UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp() - interval '1 s'"
-    )
+    connect().execute("UPDATE howdah.leases SET expires_at = clock_timestamp() - interval '1 s'")
     assert read_json(run("recover", "--json")) == [{"recovered": 1}]
 
 

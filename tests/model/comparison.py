@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from reference import REFUNDS, Requeued, Soon, must
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 STATE = """
     SELECT id, status, attempts, claims, lease_id, started_at IS NOT NULL AS started,
            holds_key, blockers, cancel_requested, progress, events_count, NULL::jsonb AS result,
-           run_at, seq, lease_expires_at <= clock_timestamp() AS expired
+           run_at, seq
     FROM live_jobs
     UNION ALL
     SELECT id, status, attempts, claims, lease_id, false, false, 0, cancel_requested, progress,
-           events_count, result, run_at, seq, NULL
+           events_count, result, run_at, seq
     FROM finished_jobs
 """
+LEASES = "SELECT lease_id, job_ids, expires_at - clock_timestamp() AS left FROM leases"
+PATIENCE = timedelta(minutes=20)  # more than a walk takes: only `pass_time` lets a lease expire
 
 
 def compare_jobs(
@@ -41,9 +44,33 @@ def compare_jobs(
     for job_id, job in view.items():
         row = found[job_id]
         _set_due_time(reference, client, job, row["run_at"], since, now)
-        actual = {name: row[name] for name in _COMPARED} | {"expired": bool(row["expired"])}
+        actual = {name: row[name] for name in _COMPARED}
         same(actual, _expected(job), f"the state of job {job_id}")
     _check_promises(found, view)
+
+
+def compare_leases(
+    reference: Reference,
+    client: int,
+    jobs: Sequence[dict[str, Any]],
+    rows: Sequence[dict[str, Any]],
+) -> None:
+    """A lease whose jobs have ended may be removed at any time, and must be when it has expired."""
+    seen = reference.leases_seen(client)
+    found = {row["lease_id"]: row for row in rows}
+    for job in jobs:
+        if job["status"] == "claimed":
+            must(
+                job["lease_id"] in found and job["id"] in found[job["lease_id"]]["job_ids"],
+                f"P9: {job['id']} is claimed without a lease that recovery can find",
+            )
+    for lease, row in found.items():
+        must(lease in seen, f"recovery did not remove the lease {lease}")
+        late = seen[lease] - row["left"]
+        must(
+            timedelta() <= late < PATIENCE,
+            f"the time left of lease {lease}: expected {seen[lease]}, the database has {row['left']}",
+        )
 
 
 def _set_due_time(
@@ -116,7 +143,6 @@ def _expected(job: ModelJob) -> dict[str, Any]:
         "progress": job.progress,
         "events_count": job.events,
         "result": job.result,
-        "expired": job.expired,
     }
 
 

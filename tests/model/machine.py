@@ -206,12 +206,15 @@ def claim(walk: Protocol, choice: Choice) -> None:
         ignore_heads=choice.yes,
         started=choice.either,
         alone=choice.places[-1] % 3 > 0,
+        suspects_first=choice.places[0] % 16 == 0,
     )
 
 
 @action(lambda walk: walk.system.claims, weight=2)
 def complete(walk: Protocol, choice: Choice) -> None:
-    walk.system.complete(choice.client, walk.claims(choice), again=choice.yes)
+    walk.system.complete(
+        choice.client, walk.claims(choice), again=choice.yes, in_one_step=choice.either
+    )
 
 
 @action(is_claimed, weight=2)
@@ -239,7 +242,9 @@ def stop(walk: Protocol, choice: Choice) -> None:
 def extend(walk: Protocol, choice: Choice) -> None:
     known = walk.system.claims[::-1]
     claims = list(dict.fromkeys(known[n % len(known)] for n in choice.places))
-    walk.system.extend(choice.client, claims, started=choice.yes)
+    more = [known[choice.n % len(known)].lease] if choice.either else []
+    ended = [claim.lease for claim in claims] if choice.places[0] % 3 == 0 else []
+    walk.system.extend(choice.client, claims, started=choice.yes, more=more, ended=ended)
 
 
 @action(is_claimed)

@@ -22,8 +22,8 @@ Heads = dict[Lane, datetime | None]
 Lock = Literal["update", "no key update"]
 Once = tuple[str, str]  # job type and idempotency key
 Owner = tuple["UUID", timedelta]  # the job that took it, and how long the key still lives
-Fence = tuple["UUID", "UUID"]  # job and lease
 RETAKEN = timedelta(days=7)
+POSTPONED = HOUR / 2  # a lease with a locked job: a second in the database, see `System`
 
 
 class Violation(AssertionError):
@@ -75,7 +75,6 @@ class ModelJob:
     attempts: int = 0
     claims: int = 0
     lease: UUID | None = None
-    left: timedelta = timedelta()  # until the lease expires
     started: bool = False
     holds_key: bool = False
     blockers: int = 0
@@ -91,10 +90,6 @@ class ModelJob:
     @property
     def live(self) -> bool:
         return self.status in ("pending", "claimed")
-
-    @property
-    def expired(self) -> bool:
-        return self.status == "claimed" and self.left <= timedelta()
 
     @property
     def refundable(self) -> bool:
@@ -117,7 +112,7 @@ class Transaction:
     locks: dict[UUID, Lock] = field(default_factory=dict)
     once: dict[Once, Owner] = field(default_factory=dict)  # taken, so that the rows are locked
     freed: set[tuple[Once, UUID]] = field(default_factory=set)  # locks nothing
-    extended: dict[Fence, timedelta] = field(default_factory=dict)
+    leases: dict[UUID, timedelta | None] = field(default_factory=dict)  # locked; None: removed
     unassigned_keys: list[str] = field(default_factory=list)
     to_assign: list[tuple[str, int]] = field(default_factory=list)
     drained: int = 0
@@ -130,9 +125,7 @@ class Reference:
     def __init__(self) -> None:
         self.jobs: dict[UUID, ModelJob] = {}
         self.once: dict[Once, Owner] = {}
-        self.extended: dict[
-            Fence, timedelta
-        ] = {}  # how long heartbeats that met a lock still count
+        self.leases: dict[UUID, timedelta] = {}  # until they expire; some have no job any more
         self.unassigned_keys: list[str] = []
         self.open: dict[int, Transaction] = {}
         self.heads: Heads = {}  # as the current transaction sees them
@@ -153,6 +146,14 @@ class Reference:
                 return transaction.locks[job_id]
         return None
 
+    def leases_seen(self, client: int) -> dict[UUID, timedelta]:
+        own = self.open[client].leases if client in self.open else {}
+        return {lease: left for lease, left in (self.leases | own).items() if left is not None}
+
+    def is_lease_locked(self, client: int, lease: UUID) -> bool:
+        """Whether another transaction extends or recovers it."""
+        return any(lease in each.leases for other, each in self.open.items() if other != client)
+
     def commit(self, client: int) -> None:
         for key, turn in self.open[client].to_assign:
             if not self._is_assigned(client, key, turn):
@@ -167,8 +168,11 @@ class Reference:
                 self.endings[job_id] = 0
         self.jobs.update(done.wrote)
         self.once.update(done.once)
-        for fence, left in done.extended.items():
-            self.extended[fence] = max(left, self.extended.get(fence, left))
+        for lease, time_left in done.leases.items():
+            if time_left is None:
+                self.leases.pop(lease, None)
+            else:
+                self.leases[lease] = time_left
         for once, freed_by in done.freed:
             # Another job may have taken the key meanwhile, after its lifetime.
             if self.once.get(once, (None, None))[0] == freed_by:
@@ -185,28 +189,34 @@ class Reference:
             if key in self.once:
                 owner, left = self.once[key]
                 self.once[key] = owner, left - undone.passed
+        for lease in undone.leases.keys() & self.leases.keys():
+            self.leases[lease] -= undone.passed
         return undone
 
     def pass_time(self, by: timedelta) -> None:
         held: set[UUID] = set()
         keys: set[Once] = set()
-        for extended in (self.extended, *(each.extended for each in self.open.values())):
-            for fence in extended:
-                extended[fence] -= by
+        leases: set[UUID] = set()
         for transaction in self.open.values():
             transaction.passed += by
             held.update(transaction.locks)
             keys.update(transaction.once)
+            leases.update(transaction.leases)
             for job_id, job in transaction.wrote.items():
                 transaction.wrote[job_id] = _later(job, by)
             for key, taken in transaction.once.items():
                 transaction.once[key] = taken[0], taken[1] - by
+            for lease, time_left in transaction.leases.items():
+                if time_left is not None:
+                    transaction.leases[lease] = time_left - by
         for job_id, job in self.jobs.items():
             if job_id not in held:
                 self.jobs[job_id] = _later(job, by)
         for key, (owner, left) in self.once.items():
             if key not in keys:
                 self.once[key] = owner, left - by
+        for lease in self.leases.keys() - leases:
+            self.leases[lease] -= by
 
     def _write(self, client: int, job: ModelJob, lock: Lock = "update") -> None:
         transaction = self.open[client]
@@ -325,10 +335,10 @@ class Reference:
             taken += unsuspected[: batch - len(taken)]
         return taken
 
-    def claim(
-        self, client: int, taken: Sequence[UUID], lease: UUID, *, started: bool, alone: bool
-    ) -> None:
-        for job_id in taken:
+    def claim(self, client: int, taken: Mapping[UUID, UUID], *, started: bool, alone: bool) -> None:
+        """Claim each job under the given lease."""
+        for job_id, lease in taken.items():
+            self.extend(client, lease)
             job = self.view(client)[job_id]
             must(job.attempts < job.spec.max_attempts, f"P4: {job_id} had no attempt left")
             claimed = replace(
@@ -337,7 +347,6 @@ class Reference:
                 attempts=job.attempts + 1,
                 claims=job.claims + 1,
                 lease=lease,
-                left=HOUR,
                 started=started or (alone and job.suspect),
                 progress=0,
             )
@@ -352,6 +361,12 @@ class Reference:
 
     def start(self, client: int, job_id: UUID) -> None:
         self._write(client, replace(self.view(client)[job_id], started=True))
+
+    def start_unless_started(self, client: int, job_id: UUID) -> None:
+        """A heartbeat locks only a job whose start it records."""
+        job = self.view(client)[job_id]
+        if not job.started:
+            self._write(client, replace(job, started=True), "no key update")
 
     def complete(self, client: int, results: Mapping[UUID, int]) -> None:
         jobs = self.view(client)
@@ -397,19 +412,19 @@ class Reference:
         jobs = self.view(client)
         self._finish(client, [replace(jobs[job_id], status="cancelled") for job_id in ids])
 
-    def extend(self, client: int, job_id: UUID, *, started: bool) -> None:
-        job = self.view(client)[job_id]
-        job = replace(job, left=HOUR, started=job.started or started)
-        self._write(client, job, "no key update")
+    def extend(self, client: int, lease: UUID) -> None:
+        self.open[client].leases[lease] = HOUR
 
-    def extend_locked(self, client: int, fence: Fence) -> None:
-        """A heartbeat met the lock of another transaction."""
-        self.open[client].extended[fence] = HOUR
-
-    def extended_fences(self, client: int) -> set[Fence]:
-        """The leases that count as extended, as the client sees it."""
-        seen = [self.extended] + ([self.open[client].extended] if client in self.open else [])
-        return {fence for each in seen for fence, left in each.items() if left > timedelta()}
+    def remove_ended(self, client: int, leases: Iterable[UUID]) -> None:
+        """Remove those of the leases that have no jobs and are not locked."""
+        seen = self.leases_seen(client)
+        for lease in leases:
+            if (
+                lease in seen
+                and not self.held(client, lease)
+                and not self.is_lease_locked(client, lease)
+            ):
+                self.open[client].leases[lease] = None
 
     def report(self, client: int, job_id: UUID, percent: int) -> None:
         job = self.view(client)[job_id]
@@ -418,19 +433,27 @@ class Reference:
 
     # ── operating ─────────────────────────────────────────────────────────────────────────────────
 
-    def stale(self, client: int) -> list[UUID]:
-        extended = self.extended_fences(client)
+    def held(self, client: int, lease: UUID) -> list[UUID]:
+        """The jobs that are claimed under this lease."""
+        return [i for i in self.view(client) if self.holds(client, i, lease)]
+
+    def expired(self, client: int) -> list[UUID]:
+        """The leases that recovery may take."""
         return [
-            job.id
-            for job in self.view(client).values()
-            if job.expired
-            and self.lock_of_another(client, job.id) is None
-            and (job.id, job.lease) not in extended
+            lease
+            for lease, left in self.leases_seen(client).items()
+            if left <= timedelta() and not self.is_lease_locked(client, lease)
         ]
 
-    def recover(self, client: int, ids: Iterable[UUID]) -> None:
+    def stale(self, client: int, leases: Iterable[UUID]) -> list[UUID]:
+        """The jobs of these leases that recovery may take."""
+        held = [job_id for lease in leases for job_id in self.held(client, lease)]
+        return [job_id for job_id in held if self.lock_of_another(client, job_id) is None]
+
+    def recover(self, client: int, leases: Sequence[UUID]) -> list[UUID]:
+        """Recover what is stale and remove the leases. Returns those that stay, because they have a locked job."""
         ended = []
-        for job_id in ids:
+        for job_id in self.stale(client, leases):
             job = self.view(client)[job_id]
             if job.cancel_requested:
                 ended.append(replace(job, status="cancelled"))
@@ -440,6 +463,11 @@ class Reference:
             else:
                 ended.append(replace(job, status="failed"))
         self._finish(client, ended)
+        postponed = [lease for lease in leases if self.held(client, lease)]
+        self.open[client].leases.update(
+            {lease: POSTPONED if lease in postponed else None for lease in leases}
+        )
+        return postponed
 
     def cancel(self, client: int, ids: Iterable[UUID]) -> dict[UUID, str]:
         jobs = self.view(client)
@@ -556,13 +584,11 @@ def _turn(job: ModelJob) -> int:
 
 
 def _unclaimed(job: ModelJob, run_at: datetime | Soon | Requeued) -> ModelJob:
-    return replace(
-        job, status="pending", run_at=run_at, lease=None, left=timedelta(), started=False
-    )
+    return replace(job, status="pending", run_at=run_at, lease=None, started=False)
 
 
 def _later(job: ModelJob, by: timedelta) -> ModelJob:
     if not job.live:
         return job
     run_at = job.run_at - by if isinstance(job.run_at, datetime) else job.run_at
-    return replace(job, run_at=run_at, left=job.left - by if job.lease else job.left)
+    return replace(job, run_at=run_at)

@@ -14,8 +14,9 @@ KEYED = Spec(key="k")
 
 def a_stale_fence_is_used_again(system: System) -> None:
     system.enqueue(0, Spec(), Spec())
-    claims = system.claim(0)
+    claims = system.claim(0, batch=1) + system.claim(0, batch=1)
     system.extend(0, claims[1:])
+    system.recover(1)
     system.pass_time(1)
     system.extend(0, claims[1:])
     system.recover(1)
@@ -35,6 +36,14 @@ def two_claim_at_once(system: System) -> None:
     system.begin(1)
     system.claim(1, batch=1)
     system.claim(2, batch=1)
+    system.commit(1)
+
+
+def two_workers_claim_at_once(system: System) -> None:
+    system.enqueue(0, Spec(), Spec())
+    system.begin(1)
+    system.claim(1, batch=1, alone=False)
+    system.claim(2, batch=1, alone=False)
     system.commit(1)
 
 
@@ -274,29 +283,89 @@ def jobs_of_one_key_are_reopened_while_its_holder_is_locked(system: System) -> N
 
 def a_lock_outlasts_the_lease(system: System) -> None:
     jobs = system.enqueue(0, Spec(), Spec(), Spec())
-    alive, dead, _ = system.claim(0)
+    alive = system.claim(0, batch=2)
+    system.claim(0, batch=1)
     system.begin(1)
     system.cancel(1, jobs)
-    system.extend(0, [alive, dead])
     system.pass_time(1)
-    system.extend(0, [alive])
+    system.extend(0, alive[:1], started=True)
     system.rollback(1)
     system.run_duty("recover")
-    system.complete(0, [alive])
+    system.complete(0, alive)
 
 
 def a_worker_dies_while_its_job_is_locked(system: System) -> None:
-    jobs = system.enqueue(0, Spec(), Spec())
-    claims = system.claim(0)
+    (locked, _) = system.enqueue(0, Spec(), Spec())
+    system.claim(0)
     system.begin(1)
-    system.cancel(1, jobs)
+    system.cancel(1, [locked])
     system.pass_time(1)
-    system.extend(0, claims)
+    system.recover(0)
+    system.run_duty("recover")
     system.rollback(1)
-    for duty in ("recover", "late"):
-        system.run_duty(duty)
     system.pass_time(1)
     system.run_duty("recover")
+
+
+def a_heartbeat_stays_open_while_recovery_runs(system: System) -> None:
+    system.enqueue(0, Spec(), Spec())
+    claims = system.claim(0)
+    system.pass_time(1)
+    for end in (system.commit, system.rollback):
+        system.begin(1)
+        system.extend(1, claims[:1])
+        system.recover(0)
+        system.run_duty("recover")
+        end(1)
+        system.run_duty("recover")
+        system.pass_time(1)
+    system.extend(0, claims)
+
+
+def a_worker_beats_while_its_jobs_are_recovered(system: System) -> None:
+    system.enqueue(0, Spec(), Spec())
+    claims = system.claim(0)
+    system.pass_time(1)
+    for end in (system.rollback, system.commit):
+        system.begin(1)
+        system.recover(1)
+        system.extend(0, claims, more=[claims[0].lease])
+        end(1)
+        system.extend(0, claims, more=[claims[0].lease])
+        system.pass_time(1)
+
+
+def a_claim_of_two_lanes_is_recovered(system: System) -> None:
+    system.enqueue(0, Spec(), Spec(), Spec(priority=150))
+    claims = system.claim(0)
+    system.complete(0, claims[1:])
+    system.extend(0, [], more=[claims[0].lease])
+    system.pass_time(1)
+    system.extend(0, claims[:1])
+    system.recover(0)
+    system.pass_time(1)
+    system.run_duty("recover")
+
+
+def a_heartbeat_removes_ended_leases(system: System) -> None:
+    system.enqueue(0, Spec(), Spec(), Spec(priority=150))
+    first, *others = system.claim(0, alone=False)
+    leases = [first.lease, others[0].lease]
+    system.complete(0, [first, others[0]], in_one_step=True)
+    system.extend(0, [], ended=leases)
+    system.pass_time(1)
+    system.recover(0)
+    system.complete(0, system.claim(0, alone=False), in_one_step=True)
+
+
+def a_stale_fence_completes_in_one_step(system: System) -> None:
+    system.enqueue(0, Spec(), Spec())
+    stale, other = system.claim(0, alone=False)
+    system.pass_time(1)
+    system.recover(0)
+    again, last = system.claim(1, alone=False)
+    system.complete(0, [stale, other], in_one_step=True)
+    system.complete(1, [again, last], in_one_step=True)
 
 
 def a_claimed_job_is_cancelled(system: System) -> None:

@@ -58,10 +58,10 @@ def _sample(annotation: str) -> Any:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_statement_carries_the_name_of_its_function_or_method(name: str) -> None:
     statement = build(name)
-    functions = re.findall(r'"howdah"\.(\w+)\(', statement.text)
-    assert [statement.operation] == (functions or [name])
-    if statement.resend is not None:
-        assert statement.resend().operation == statement.operation
+    forms = [statement] if statement.resend is None else [statement, statement.resend()]
+    for form in forms:
+        functions = re.findall(r'"howdah"\.(\w+)\(', form.text)
+        assert [form.operation] == (functions or [name])
 
 
 # ── columns ───────────────────────────────────────────────────────────────────────────────────────

@@ -44,7 +44,7 @@ def fuzz(examples: int) -> Any:
     )
 
 
-TABLES = ("live_jobs", "extended_leases", "finished_jobs", "job_events", "idempotency_keys", "freed_keys", "lanes", "unassigned_keys",
+TABLES = ("live_jobs", "finished_jobs", "leases", "job_events", "idempotency_keys", "freed_keys", "lanes", "unassigned_keys",
           "workers", "watchers", "throughput")  # fmt: skip
 
 

@@ -43,7 +43,7 @@ TABLES = {
     "observer": {
         table: {"SELECT"}
         for table in (
-            "migrations", "jobs", "job_events", "live_jobs", "extended_leases", "finished_jobs",
+            "migrations", "jobs", "job_events", "live_jobs", "leases", "finished_jobs",
             "finished_jobs_default", "job_events_default", "lanes", "idempotency_keys", "freed_keys", "unassigned_keys", "workers", "watchers", "maintenance", "throughput",
             "grants",
         )

@@ -84,6 +84,11 @@ def fences(jobs: Iterable[Any]) -> Fences:
     return Fences([job.id for job in jobs], [job.lease_id for job in jobs])
 
 
+def complete_runs(conn: psycopg.Connection[Any], *jobs: Any) -> None:
+    """Complete jobs as a worker does, which leaves their leases to its next heartbeat."""
+    conn.execute("SELECT howdah.complete_runs(%s, %s)", fences(jobs))
+
+
 def complete(conn: psycopg.Connection[Any], *jobs: Any) -> list[UUID]:
     """Complete claimed jobs; the accepted ids."""
     return [
@@ -105,16 +110,26 @@ def fail(conn: psycopg.Connection[Any], *jobs: Any, retry: bool = True) -> list[
 
 
 def expire(conn: psycopg.Connection[Any], *jobs: Any) -> None:
-    """Let the leases of claimed jobs run out, as if their worker had died long ago."""
+    """Let the leases of claimed jobs run out, as if their worker had died long ago, with the jobs that share them."""
 
     def ran_out() -> bool:
-        # A job that a cancel has locked just now is skipped, not lost: try again.
+        # A lease that recovery has locked just now is skipped, not lost: try again.
         answers = rows(
             conn, "SELECT * FROM howdah.extend_jobs(%s, %s, '1 microsecond')", *fences(jobs)
         )
         return all(answer.extended or not answer.mine for answer in answers)
 
     wait_until(ran_out, "the leases run out")
+
+
+def expire_leases(conn: psycopg.Connection[Any], *job_ids: UUID) -> None:
+    """Let the leases of these jobs run out (all leases if none is named): without a heartbeat, which ends an excuse."""
+    conn.execute(
+        "UPDATE howdah.leases SET expires_at = clock_timestamp() - interval '1 ms', "
+        "written_at = least(written_at, clock_timestamp() - interval '1 ms') "
+        "WHERE %(ids)s::uuid[] = '{}' OR job_ids && %(ids)s::uuid[]",
+        {"ids": list(job_ids)},
+    )
 
 
 def get(conn: psycopg.Connection[Any], job_id: UUID) -> Any:
@@ -166,6 +181,10 @@ def call_everything(conn: psycopg.Connection[Any]) -> None:
     conn.execute("SELECT howdah.next_due_at()")
     conn.execute("SELECT howdah.start_jobs(%s, %s)", fences(jobs[:2]))
     conn.execute("SELECT howdah.extend_jobs(%s, %s)", fences(jobs[:2]))
+    conn.execute(
+        "SELECT howdah.extend_jobs(%s, %s, p_elapsed => '{1,2}', p_more_leases => %s, p_ended_leases => %s)",
+        (*fences(jobs[2:4]), [jobs[4].lease_id], [jobs[4].lease_id]),
+    )
     conn.execute("SELECT howdah.report_progress(%s, %s, '{1,2}')", fences(jobs[:2]))
     conn.execute("SELECT howdah.add_events(%s, %s, '{a,b}', NULL)", fences(jobs[:2]))
     complete(conn, *jobs[:3])

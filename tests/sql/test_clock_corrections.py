@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WORK = {"job_type": "work"}
 AHEAD = "interval '1 hour'"
 ENQUEUED_AHEAD = f"run_at = run_at + {AHEAD}, created_at = created_at + {AHEAD}"
-CLAIMED_AHEAD = f"claimed_at = claimed_at + {AHEAD}, lease_expires_at = lease_expires_at + {AHEAD}"
+CLAIMED_AHEAD = f"claimed_at = claimed_at + {AHEAD}"
 STATE = "SELECT state FROM howdah.maintenance WHERE duty = 'clock'"
 
 
@@ -41,7 +41,7 @@ def hidden_jobs(conn: Connection) -> int:
     """Jobs that are due, or whose lease ends, after more than half an hour."""
     found: int = value(
         conn,
-        "SELECT count(*) FROM howdah.live_jobs "
+        "SELECT count(*) FROM howdah.jobs "
         "WHERE coalesce(lease_expires_at, run_at) > now() + interval '30 minutes'",
     )
     return found
@@ -51,6 +51,13 @@ def set_ahead(conn: Connection, columns: str, *ids: Any) -> None:
     conn.execute(
         f"UPDATE howdah.live_jobs SET {columns} WHERE id = ANY (%s)".encode(), (list(ids),)
     )
+
+
+def set_leases_ahead(conn: Connection, *ids: Any, by: str = AHEAD, claimed: bool = False) -> None:
+    """The clock that was ahead has extended the leases of these jobs, or also claimed them."""
+    columns = ["written_at", "expires_at"] + ["claimed_at"] * claimed
+    values = ", ".join(f"{column} = {column} + {by}" for column in columns)
+    conn.execute(f"UPDATE howdah.leases SET {values} WHERE job_ids && %s".encode(), (list(ids),))
 
 
 def test_a_job_whose_enqueue_commits_after_the_search_becomes_due(
@@ -85,7 +92,7 @@ def test_a_retry_whose_failure_commits_after_the_search_starts_again(
     worker.commit()
     maintain(conn, "clock")
     left = value(conn, "SELECT run_at - now() FROM howdah.live_jobs")
-    assert 20 < left.total_seconds() <= 30
+    assert 20 < left.total_seconds() <= 31
 
 
 def test_a_lease_whose_claim_commits_after_the_search_starts_again(
@@ -95,11 +102,12 @@ def test_a_lease_whose_claim_commits_after_the_search_starts_again(
     worker = connect(autocommit=False)
     claim(worker, lease="30 seconds")
     set_ahead(worker, CLAIMED_AHEAD, job_id)
+    set_leases_ahead(worker, job_id, claimed=True)
     go_back(conn)
     maintain(conn, "clock")
     worker.commit()
     maintain(conn, "clock")
-    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.live_jobs")
+    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.jobs")
     assert 20 < left.total_seconds() <= 30
 
 
@@ -121,21 +129,57 @@ def test_a_job_that_was_locked_during_the_search_becomes_due_when_the_lock_ends(
     assert value(conn, STATE) == {}
 
 
-def test_a_locked_lease_that_was_extended_ahead_starts_again_when_the_lock_ends(
+def test_a_lease_that_was_extended_ahead_starts_again_although_its_job_is_locked(
     conn: Connection, connect: Connect
 ) -> None:
     """The operator's transaction rolls back after the worker has died: recovery must not wait for an hour."""
     (job_id,) = enqueue(conn, WORK)
     claim(conn, lease="30 seconds")
-    set_ahead(conn, f"lease_expires_at = lease_expires_at + {AHEAD}", job_id)
+    set_leases_ahead(conn, job_id)
     operator = connect(autocommit=False)
     operator.execute("SELECT * FROM howdah.cancel_jobs(%s)", ([job_id],))
     go_back(conn)
     maintain(conn, "clock")
-    operator.rollback()
-    maintain(conn, "clock")
-    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.live_jobs")
+    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.jobs")
     assert 20 < left.total_seconds() <= 30
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_locked_lease_that_was_extended_ahead_starts_again_when_the_lock_ends(
+    conn: Connection, connect: Connect, end: str
+) -> None:
+    (job_id,) = enqueue(conn, WORK)
+    (job,) = claim(conn, lease="30 seconds")
+    worker = connect(autocommit=False)
+    if end == "commit":  # the open heartbeat is that of the clock that was ahead
+        worker.execute("SELECT howdah.extend_jobs(%s, %s, '30 seconds')", fences([job]))
+        set_leases_ahead(worker, job_id)
+    else:
+        set_leases_ahead(conn, job_id)
+        worker.execute("SELECT howdah.extend_jobs(%s, %s, '30 seconds')", fences([job]))
+    go_back(conn)
+    maintain(conn, "clock")
+    maintain(conn, "clock")
+    getattr(worker, end)()
+    assert hidden_jobs(conn) == 1
+    maintain(conn, "clock")
+    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.jobs")
+    assert 20 < left.total_seconds() <= 30
+    assert value(conn, STATE) == {}
+
+
+def test_an_operator_recovers_a_job_that_was_claimed_ahead_by_the_time_of_its_claim(
+    conn: Connection,
+) -> None:
+    """A heartbeat came after the clock went back and before the duty."""
+    (job_id,) = enqueue(conn, WORK)
+    (job,) = claim(conn)
+    set_ahead(conn, CLAIMED_AHEAD, job_id)
+    set_leases_ahead(conn, job_id, claimed=True)
+    conn.execute("SELECT howdah.extend_jobs(%s, %s)", fences([job]))
+    go_back(conn)
+    maintain(conn, "clock")
+    assert value(conn, "SELECT howdah.recover_stale_jobs(interval '0')") == 1
 
 
 def test_more_locked_jobs_than_are_noted_become_due_when_their_locks_end(
@@ -209,21 +253,26 @@ def test_a_transaction_that_ends_between_two_steps_of_a_search_causes_another(
 def test_a_clock_that_goes_back_twice_is_corrected_for_both_times(
     conn: Connection, connect: Connect, steps: int
 ) -> None:
-    """Leases that were extended, so their jobs do not show when: only the times that the clock had reached do."""
+    """Leases that were extended, and jobs that were enqueued."""
     ids = enqueue(conn, *[WORK] * 4)
-    claim(conn, lease="30 seconds")
-    set_ahead(conn, "lease_expires_at = lease_expires_at + interval '3 hours'", *ids[:2])
-    operator = connect(autocommit=False)
-    operator.execute("SELECT * FROM howdah.cancel_jobs(%s)", (ids[:1],))
+    for _ in ids:
+        claim(conn, 1, lease="30 seconds")
+    waiting = enqueue(conn, *[WORK] * 4)
+    set_leases_ahead(conn, *ids[:2], by="interval '3 hours'")
+    set_ahead(conn, ENQUEUED_AHEAD.replace(AHEAD, "interval '3 hours'"), *waiting[:2])
+    holder = connect(autocommit=False)
+    holder.execute("SELECT FROM howdah.leases WHERE job_ids = %s FOR UPDATE", (ids[:1],))
+    holder.execute("SELECT FROM howdah.live_jobs WHERE id = %s FOR UPDATE", (waiting[0],))
     go_back(conn, "interval '3 hours'")
     conn.execute("SELECT howdah.correct_clock(%s)", (steps,))
-    set_ahead(conn, f"lease_expires_at = lease_expires_at + {AHEAD}", *ids[2:])
+    set_leases_ahead(conn, *ids[2:])
+    set_ahead(conn, ENQUEUED_AHEAD, *waiting[2:])
     go_back(conn)
-    for _ in range(6):
+    for _ in range(10):
         conn.execute("SELECT howdah.correct_clock(%s)", (steps,))
-    assert hidden_jobs(conn) == 1
-    operator.rollback()
-    for _ in range(6):
+    assert hidden_jobs(conn) == 2
+    holder.rollback()
+    for _ in range(10):
         conn.execute("SELECT howdah.correct_clock(%s)", (steps,))
     assert hidden_jobs(conn) == 0
     assert value(conn, STATE) == {}
@@ -242,14 +291,14 @@ def test_a_later_search_keeps_what_the_right_clock_has_written(
     enqueue(writer, WORK)
     go_back(conn)
     maintain(conn, "clock")
-    # Its lease looks like one that was extended while the clock was ahead.
+    # It ends after the time that the clock had reached.
     claim(conn, 1, lease="61 minutes")
     writer.commit()
     maintain(conn, "clock")
     assert value(conn, STATE) == {}
     left = rows(
         conn,
-        "SELECT coalesce(lease_expires_at, run_at) - now() AS left FROM howdah.live_jobs "
+        "SELECT coalesce(lease_expires_at, run_at) - now() AS left FROM howdah.jobs "
         "WHERE id = ANY (%s) ORDER BY id",
         [retried, claimed],
     )
@@ -264,7 +313,7 @@ def test_a_clock_that_has_caught_up_needs_no_correction(conn: Connection, connec
     maintain(conn, "clock")
     conn.execute(
         "UPDATE howdah.maintenance SET state = jsonb_set(state, '{seen}', "
-        "jsonb_build_array(clock_timestamp())) WHERE duty = 'clock'"
+        "to_jsonb(clock_timestamp())) WHERE duty = 'clock'"
     )
     maintain(conn, "clock")
     assert value(conn, STATE) == {}
@@ -310,5 +359,5 @@ def test_the_lease_of_an_enqueue_that_waited_begins_when_the_wait_ends(conn: Con
     )
     job = json.dumps(WORK)
     conn.execute("SELECT howdah.enqueue_and_claim(%s, 'worker', '400 milliseconds')", (job,))
-    left = value(conn, "SELECT lease_expires_at - created_at FROM howdah.live_jobs")
+    left = value(conn, "SELECT lease_expires_at - created_at FROM howdah.jobs")
     assert left.total_seconds() >= 0.9

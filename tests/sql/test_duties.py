@@ -328,12 +328,13 @@ def test_a_lease_that_was_extended_since_the_clock_went_back_is_kept(conn: Conne
         f"UPDATE howdah.live_jobs SET created_at = created_at + {AHEAD}, run_at = run_at + {AHEAD}, "
         f"claimed_at = claimed_at + {AHEAD}, started_at = started_at + {AHEAD}"
     )
+    conn.execute(f"UPDATE howdah.leases SET claimed_at = claimed_at + {AHEAD}")
     conn.execute(f"UPDATE howdah.maintenance SET reached = now() + {AHEAD} WHERE duty = 'clock'")
     for _ in range(2):
         conn.execute(MAKE_DUE)
         run_all(conn)
     assert status(conn, job.id) == "running"
-    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.live_jobs")
+    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.jobs")
     assert 20 < left.total_seconds() <= 30
 
 
@@ -342,13 +343,13 @@ def test_a_lease_that_was_extended_while_the_clock_was_ahead_starts_again(conn: 
     claim(conn, 1, lease="30 seconds", started=True)
     claim(conn, 1, lease="2 hours", started=True)
     conn.execute(
-        f"UPDATE howdah.live_jobs SET lease_expires_at = lease_expires_at + {AHEAD} "
-        "WHERE lease_expires_at < now() + interval '1 hour'"
+        f"UPDATE howdah.leases SET written_at = written_at + {AHEAD}, expires_at = expires_at + {AHEAD} "
+        "WHERE expires_at < now() + interval '1 hour'"
     )
     conn.execute(f"UPDATE howdah.maintenance SET reached = now() + {AHEAD} WHERE duty = 'clock'")
     conn.execute(MAKE_DUE)
     run_all(conn)
-    left = rows(conn, "SELECT lease_expires_at - now() AS left FROM howdah.live_jobs ORDER BY 1")
+    left = rows(conn, "SELECT lease_expires_at - now() AS left FROM howdah.jobs ORDER BY 1")
     assert 20 < left[0].left.total_seconds() <= 30
     assert 7100 < left[1].left.total_seconds() <= 7200
 
@@ -356,16 +357,21 @@ def test_a_lease_that_was_extended_while_the_clock_was_ahead_starts_again(conn: 
 def test_a_lease_from_a_clock_that_was_ahead_starts_again(conn: Connection) -> None:
     (job_id,) = enqueue(conn, WORK)
     claim(conn, lease="30 seconds", started=True)
-    columns = ("claimed_at", "started_at", "lease_expires_at")
-    ahead = ", ".join(f"{column} = {column} + {AHEAD}" for column in columns)
-    conn.execute(f"UPDATE howdah.live_jobs SET {ahead}".encode())
+    ahead = {
+        "live_jobs": ("claimed_at", "started_at"),
+        "leases": ("claimed_at", "written_at", "expires_at"),
+    }
+    for table, columns in ahead.items():
+        values = ", ".join(f"{column} = {column} + {AHEAD}" for column in columns)
+        conn.execute(f"UPDATE howdah.{table} SET {values}".encode())
     conn.execute(f"UPDATE howdah.maintenance SET reached = now() + {AHEAD} WHERE duty = 'clock'")
     conn.execute(MAKE_DUE)
     run_all(conn)
     assert status(conn, job_id) == "running"
-    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.live_jobs")
+    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.jobs")
     assert 20 < left.total_seconds() <= 30
-    assert value(conn, "SELECT claimed_at <= clock_timestamp() FROM howdah.live_jobs")
+    for table in ahead:
+        assert value(conn, f"SELECT claimed_at <= clock_timestamp() FROM howdah.{table}")
 
 
 def test_a_correction_of_the_clock_starts_and_claims_no_job(conn: Connection) -> None:

@@ -22,6 +22,7 @@ from calls import (
     wait_until,
 )
 from psycopg import IsolationLevel
+from psycopg.rows import namedtuple_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,19 +120,56 @@ def test_an_acknowledgement_without_the_busy_job_does_not_wait_at_all(
     assert {row[0] for row in accepted} == crowd.neighbours
 
 
-REPORTS = {
-    "extend_jobs": "SELECT id, extended AS written, mine FROM howdah.extend_jobs(%s, %s, '1 minute')",
-    "report_progress": "SELECT id, reported AS written, mine "
-    "FROM howdah.report_progress(%s, %s, '{1,2,3,4}')",
-}
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_a_heartbeat_skips_a_busy_job_and_says_that_it_is_not_lost(crowd: Crowd, name: str) -> None:
-    answers = rows(crowd.worker, REPORTS[name], *fences(crowd.claimed))
+def test_progress_skips_a_busy_job_and_says_that_it_is_not_lost(crowd: Crowd) -> None:
+    answers = rows(
+        crowd.worker,
+        "SELECT * FROM howdah.report_progress(%s, %s, '{1,2,3,4}')",
+        *fences(crowd.claimed),
+    )
     assert crowd.waits.count == 0
-    assert {row.id for row in answers if row.written} == crowd.neighbours
+    assert {row.id for row in answers if row.reported} == crowd.neighbours
     assert all(row.mine for row in answers)
+
+
+HEARTBEAT = (
+    "SELECT * FROM howdah.extend_jobs(%(ids)s, %(fences)s, '1 minute', %(elapsed)s::float8[], "
+    "%(fences)s, %(fences)s)"
+)
+
+
+def heartbeat(conn: Connection, jobs: list[Any], *, started: bool = True) -> list[Any]:
+    """Of jobs whose start it records, or of jobs that have not started."""
+    ids, lease_ids = fences(jobs)
+    elapsed = [1.0 if started else None] * len(jobs)
+    parameters = {"ids": ids, "fences": lease_ids, "elapsed": elapsed}
+    with conn.cursor(row_factory=namedtuple_row) as cursor:
+        return cursor.execute(HEARTBEAT, parameters).fetchall()
+
+
+def test_a_heartbeat_extends_the_leases_of_busy_jobs_and_does_not_wait(crowd: Crowd) -> None:
+    answers = heartbeat(crowd.worker, crowd.claimed)
+    assert crowd.waits.count == 0
+    assert {row.id for row in answers} == {None, *(job.id for job in crowd.claimed)}
+    assert all(row.extended and row.mine for row in answers)
+
+
+def test_a_heartbeat_does_not_wait_for_an_open_one(crowd: Crowd, connect: Connect) -> None:
+    heartbeat(connect(autocommit=False), crowd.claimed)
+    answers = heartbeat(crowd.worker, crowd.claimed)
+    assert crowd.waits.count == 0
+    assert {(row.extended, row.mine) for row in answers} == {(False, True)}
+
+
+@pytest.mark.parametrize("name", ACKNOWLEDGEMENTS)
+def test_an_acknowledgement_does_not_wait_for_an_open_heartbeat(
+    crowd: Crowd, connect: Connect, name: str
+) -> None:
+    mine = [job for job in crowd.claimed if job.id != crowd.busy.id]
+    open_heartbeat = heartbeat(connect(autocommit=False), crowd.claimed, started=False)
+    assert all(row.extended for row in open_heartbeat)
+    accepted = rows(crowd.worker, ACKNOWLEDGEMENTS[name], *fences(mine))
+    assert crowd.waits.count == 0
+    assert {row[0] for row in accepted} == crowd.neighbours
 
 
 def test_recovery_takes_what_nobody_has_locked(crowd: Crowd) -> None:

@@ -42,6 +42,11 @@ def parameter(call: str, kind: str, *accepted: str) -> Parameter:
 PARAMETERS = {
     "claim_job_batch.p_batch_size": parameter("claim_job_batch('w', p_batch_size => {})", "int"),
     "claim_job_batch.p_lease": parameter("claim_job_batch('w', p_lease => {})", "interval"),
+    "claim_runs.p_batch_size": parameter("claim_runs('w', NULL, {}, '30 s', '{{default}}')", "int"),
+    "claim_runs.p_lease": parameter("claim_runs('w', NULL, 1, {}, '{{default}}')", "interval"),
+    "claim_runs.p_due_from": parameter(
+        "claim_runs('w', NULL, 1, '30 s', '{{default}}', {})", "timestamptz", *VALUES["timestamptz"]
+    ),
     "claim_job_batch.p_due_from": parameter(
         "claim_job_batch('w', p_due_from => {})", "timestamptz", *VALUES["timestamptz"]
     ),
@@ -74,6 +79,9 @@ PARAMETERS = {
     "enqueue_job.p_max_attempts": parameter("enqueue_job('work', p_max_attempts => {})", "int", "NULL"),
     "complete_jobs.p_elapsed": parameter(
         f"complete_jobs({CLAIMED}, p_elapsed => ARRAY[{{}}])", "float8", *VALUES["float8"]
+    ),
+    "complete_runs.p_elapsed": parameter(
+        f"complete_runs({CLAIMED}, p_elapsed => ARRAY[{{}}])", "float8", *VALUES["float8"]
     ),
     "fail_jobs.p_retry_at": parameter(
         f"fail_jobs({CLAIMED}, '{{{{no}}}}', ARRAY[{{}}])", "timestamptz", *VALUES["timestamptz"]
@@ -147,8 +155,9 @@ def test_a_value_is_refused_in_words_or_has_its_documented_meaning(
         assert given in accepted
     unreachable = rows(
         conn,
-        "SELECT * FROM howdah.live_jobs WHERE NOT isfinite(run_at) "
-        "OR lease_id IS NOT NULL AND (lease_expires_at <= created_at + interval '31 days') IS NOT TRUE",
+        "SELECT j.id FROM howdah.live_jobs AS j LEFT JOIN howdah.leases AS l USING (lease_id) "
+        "WHERE NOT isfinite(j.run_at) OR j.lease_id IS NOT NULL "
+        "AND (l.expires_at <= j.created_at + interval '31 days' AND j.id = ANY (l.job_ids)) IS NOT TRUE",
     )
     assert unreachable == []
 

@@ -112,6 +112,7 @@ def conn(filled: str) -> Iterator[Connection]:
 
 CALLS = {
     "complete_jobs": ("complete_jobs(%s, %s)", ()),
+    "complete_runs": ("complete_runs(%s, %s)", ()),
     "fail_jobs": ("fail_jobs(%s, %s, %s)", (["no"] * BATCH,)),
     "fail_jobs for good": (
         "fail_jobs(%s, %s, %s, %s::timestamptz[])",
@@ -119,15 +120,18 @@ CALLS = {
     ),
     "release_jobs": ("release_jobs(%s, %s)", ()),
     "extend_jobs": ("extend_jobs(%s, %s, '1 hour')", ()),
+    "extend_jobs of started jobs": ("extend_jobs(%s, %s, '1 hour', %s)", ([1.5] * BATCH,)),
     "start_jobs": ("start_jobs(%s, %s)", ()),
     "report_progress": ("report_progress(%s, %s, %s)", ([50] * BATCH,)),
     "add_events": ("add_events(%s, %s, %s, NULL)", (["note"] * BATCH,)),
 }
 OTHERS = {
     "claim_job_batch": f"claim_job_batch('worker', NULL, {BATCH})",
+    "claim_runs": f"claim_runs('worker', NULL, {BATCH}, '30 s', '{{default}}')",
     "claim_job_batch by type": f"claim_job_batch('worker', '{{type 1,type 5}}', {BATCH})",
     "recover_stale_jobs": f"recover_stale_jobs(NULL, {BATCH})",
     "recover_expired": f"recover_expired({BATCH})",
+    "recover_late": f"recover_late({BATCH})",
     "assign_keys": f"assign_keys({BATCH})",
     "next_due_at": "next_due_at()",
     "next_wake": "next_wake('worker')",
@@ -175,7 +179,7 @@ def prepare(conn: Connection, name: str) -> None:
 
 def offences(nodes: list[Node]) -> list[str]:
     """What no plan of a hot statement may contain."""
-    tables = ("live_jobs", "finished_jobs")
+    tables = ("live_jobs", "finished_jobs", "leases")
     return [
         str(node)
         for node in nodes

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from calls import call_everything, claim, enqueue, fail, fences, maintain, rows, value
+from calls import call_everything, claim, complete, enqueue, fail, maintain, rows, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,17 +48,25 @@ def test_every_function_and_duty_works_on_published_tables(conn: Connection) -> 
     call_everything(conn)
 
 
-def test_prune_removes_rows_of_every_published_table(conn: Connection, connect: Connect) -> None:
-    fill_what_prune_removes(conn, connect)
+def test_recovery_removes_the_leases_of_ended_jobs_from_a_published_table(conn: Connection) -> None:
+    enqueue(conn, WORK)
+    (job,) = claim(conn, lease="1 microsecond")
+    complete(conn, job)
+    maintain(conn, "recover")
+    assert value(conn, "SELECT count(*) FROM howdah.leases") == 0
+
+
+def test_prune_removes_rows_of_every_published_table(conn: Connection) -> None:
+    fill_what_prune_removes(conn)
     maintain(conn, "prune")
     assert left_for_prune(conn) == dict.fromkeys(PRUNED, 0)
 
 
 @pytest.mark.parametrize("refused", ["freed_keys", "watchers", "throughput"])
 def test_a_table_that_cannot_be_pruned_does_not_keep_the_others(
-    conn: Connection, connect: Connect, refused: str
+    conn: Connection, refused: str
 ) -> None:
-    fill_what_prune_removes(conn, connect)
+    fill_what_prune_removes(conn)
     conn.execute(
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
         "'BEGIN RAISE ''not this one''; END'; CREATE TRIGGER refuse BEFORE DELETE "
@@ -74,8 +82,7 @@ def test_a_table_that_cannot_be_pruned_does_not_keep_the_others(
 
 
 PRUNED = (
-    "idempotency_keys", "freed_keys", "workers", "watchers", "extended_leases", "throughput",
-    "finished_jobs_short",
+    "idempotency_keys", "freed_keys", "workers", "watchers", "throughput", "finished_jobs_short",
 )  # fmt: skip
 
 
@@ -83,14 +90,10 @@ def left_for_prune(conn: Connection) -> dict[str, int]:
     return {name: value(conn, f"SELECT count(*) FROM howdah.{name}") for name in PRUNED}
 
 
-def fill_what_prune_removes(conn: Connection, connect: Connect) -> None:
+def fill_what_prune_removes(conn: Connection) -> None:
     """Write a row that is due for removal to each table that `prune` removes rows from."""
     enqueue(conn, WORK | {"idempotency_key": "a", "keep": 1, "max_attempts": 1})
-    (job,) = claim(conn, lease="1 hour")
-    with connect(autocommit=False) as holder:
-        holder.execute("SELECT FROM howdah.live_jobs FOR UPDATE")
-        conn.execute("SELECT howdah.extend_jobs(%s, %s, '1 microsecond')", fences([job]))
-        holder.rollback()
+    (job,) = claim(conn)
     fail(conn, job, retry=False)
     conn.execute("SELECT howdah.watch_jobs('me', %s)", ([job.id],))
     conn.execute("UPDATE howdah.watchers SET until = now() - interval '1 day'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,12 @@ import pytest
 from calls import (
     claim,
     complete,
+    complete_runs,
     enqueue,
     enqueue_bulk,
     expire,
+    expire_leases,
+    fences,
     get,
     maintain,
     rows,
@@ -84,10 +88,10 @@ def test_a_poisoned_row_is_reported_and_retried_after_a_minute(conn: Connection)
     conn.execute("UPDATE howdah.maintenance SET due_at = 'infinity' WHERE duty <> 'recover'")
     (ran,) = rows(conn, "SELECT * FROM howdah.run_due_duty()")
     assert (ran.duty, ran.error) == ("recover", f"job {job_id} could not be recovered: poisoned")
-    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.live_jobs")
+    left = value(conn, "SELECT lease_expires_at - now() FROM howdah.jobs")
     assert 50 < left.total_seconds() <= 60
     conn.execute("DROP TRIGGER poison ON howdah.live_jobs")
-    conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
+    expire_leases(conn)
     maintain(conn, "recover")
     assert status(conn, job_id) == "pending"
 
@@ -112,20 +116,121 @@ def test_a_claimed_job_without_a_lane_is_recovered(conn: Connection) -> None:
     assert status(conn, job_id) == "pending"
 
 
-def test_a_locked_expired_job_is_tried_again_by_its_id(conn: Connection, connect: Connect) -> None:
+@pytest.mark.parametrize("call", ["recover_stale_jobs()", "recover_expired()", "recover_late()"])
+def test_an_expired_job_that_is_locked_is_tried_again_a_second_later(
+    conn: Connection, connect: Connect, call: str
+) -> None:
     enqueue(conn, WORK)
     (job,) = claim(conn)
     expire(conn, job)
     handler = connect(autocommit=False)
-    complete(handler, job)
+    complete_runs(handler, job)
+    for _ in range(2):
+        conn.execute(f"SELECT howdah.{call}".encode())
+        left = value(conn, "SELECT lease_expires_at - clock_timestamp() FROM howdah.jobs")
+        assert 0 < left.total_seconds() <= 1
+        wait_until(
+            lambda: value(conn, "SELECT lease_expires_at < clock_timestamp() FROM howdah.jobs"),
+            "the second has passed",
+        )
+    handler.rollback()
+    conn.execute(f"SELECT howdah.{call}".encode())
+    assert status(conn, job.id) == "pending"
+
+
+@pytest.mark.parametrize("call", ["recover_stale_jobs()", "recover_expired()", "recover_late()"])
+def test_a_locked_job_does_not_keep_the_others_of_its_lease(
+    conn: Connection, connect: Connect, call: str
+) -> None:
+    enqueue(conn, *[WORK] * 4)
+    jobs = claim(conn)
+    expire(conn, *jobs)
+    operator = connect(autocommit=False)
+    operator.execute("SELECT FROM howdah.live_jobs WHERE id = %s FOR UPDATE", (jobs[1].id,))
+    conn.execute(f"SELECT howdah.{call}".encode())
+    assert [status(conn, job.id) for job in jobs] == ["pending", "claimed", "pending", "pending"]
+    operator.rollback()
+    expire_leases(conn)
+    conn.execute(f"SELECT howdah.{call}".encode())
+    assert status(conn, jobs[1].id) == "pending"
+
+
+def test_an_expired_lease_that_is_locked_is_tried_again_by_its_id(
+    conn: Connection, connect: Connect
+) -> None:
+    enqueue(conn, WORK)
+    (job,) = claim(conn)
+    expire(conn, job)
+    worker = connect(autocommit=False)
+    worker.execute("SELECT howdah.extend_jobs(%s, %s)", fences([job]))
     maintain(conn, "recover")
     # The search does not come back to it: what was locked is remembered.
     conn.execute("UPDATE howdah.maintenance SET reached = clock_timestamp() WHERE duty = 'recover'")
     assert value(
         conn, "SELECT state -> 'locked' FROM howdah.maintenance WHERE duty = 'recover'"
-    ) == [str(job.id)]
-    handler.rollback()
+    ) == [str(job.lease_id)]
+    worker.rollback()
     maintain(conn, "recover")
+    assert status(conn, job.id) == "pending"
+
+
+@pytest.mark.parametrize("call", ["recover_stale_jobs()", "recover_expired()", "recover_late()"])
+def test_recovery_removes_leases_without_jobs_and_keeps_those_that_have_not_expired(
+    conn: Connection, call: str
+) -> None:
+    enqueue(conn, *[WORK] * 4)
+    jobs = [claim(conn, 1)[0] for _ in range(4)]
+    complete_runs(conn, jobs[0], jobs[2])
+    conn.execute("SELECT howdah.takeover_jobs(%s)", ([jobs[1].id],))
+    expire_leases(conn, *[job.id for job in jobs[:2]])
+    conn.execute(f"SELECT howdah.{call}".encode())
+    left = {row.lease_id for row in rows(conn, "SELECT lease_id FROM howdah.leases")}
+    assert left == {job.lease_id for job in jobs[2:]}
+    assert [status(conn, job.id) for job in jobs] == [
+        "completed",
+        "pending",
+        "completed",
+        "claimed",
+    ]
+
+
+@pytest.mark.parametrize("call", ["recover_stale_jobs()", "recover_expired()", "recover_late()"])
+def test_a_lease_is_kept_while_the_end_of_its_job_may_be_rolled_back(
+    conn: Connection, connect: Connect, call: str
+) -> None:
+    enqueue(conn, WORK)
+    (job,) = claim(conn)
+    handler = connect(autocommit=False)
+    complete_runs(handler, job)
+    expire_leases(conn)
+    conn.execute(f"SELECT howdah.{call}".encode())
+    conn.execute("SELECT howdah.extend_jobs('{}', '{}', p_ended_leases => %s)", ([job.lease_id],))
+    handler.rollback()
+    expire_leases(conn)
+    conn.execute(f"SELECT howdah.{call}".encode())
+    assert status(conn, job.id) == "pending"
+
+
+def test_a_heartbeat_that_commits_after_its_lease_expired_is_recovered(
+    conn: Connection, connect: Connect
+) -> None:
+    """Recovery has passed the time to which it was extended."""
+    enqueue(conn, WORK)
+    (job,) = claim(conn)
+    for _ in range(3):
+        maintain(conn, "recover", "late")
+    slow = connect(autocommit=False)
+    slow.execute("SELECT howdah.extend_jobs(%s, %s, '1 millisecond')", fences([job]))
+    extended = value(slow, "SELECT expires_at FROM howdah.leases")
+    wait_until(
+        lambda: value(conn, "SELECT clock_timestamp() - %s > '2 s'", extended),
+        "the lease is older than the margin",
+    )
+    for _ in range(3):
+        maintain(conn, "recover", "late")
+    slow.commit()
+    for _ in range(3):
+        maintain(conn, "recover", "late")
     assert status(conn, job.id) == "pending"
 
 
@@ -195,8 +300,9 @@ def test_a_late_claim_does_not_wait_for_an_unrelated_transaction(
     assert status(conn, job_id) == "pending"
 
 
+@pytest.mark.parametrize("locked", ["live_jobs", "leases"])
 def test_a_late_claim_that_is_locked_is_found_when_the_lock_is_gone(
-    conn: Connection, connect: Connect
+    conn: Connection, connect: Connect, locked: str
 ) -> None:
     (job_id,) = enqueue(conn, WORK)
     maintain(conn, "late")
@@ -208,10 +314,15 @@ def test_a_late_claim_that_is_locked_is_found_when_the_lock_is_gone(
     )
     maintain(conn, "late")
     slow.commit()
-    operator.execute("SELECT FROM howdah.live_jobs FOR UPDATE")
+    operator.execute(f"SELECT FROM howdah.{locked} FOR UPDATE".encode())
     for _ in range(3):
         maintain(conn, "late")
     operator.rollback()
+    if locked == "live_jobs":
+        wait_until(
+            lambda: value(conn, "SELECT lease_expires_at < clock_timestamp() FROM howdah.jobs"),
+            "the second has passed",
+        )
     maintain(conn, "late")
     assert status(conn, job_id) == "pending"
 
@@ -245,13 +356,26 @@ def test_recovery_after_a_restore_on_another_server_does_not_wait_for_its_transa
     assert value(conn, "SELECT status FROM howdah.live_jobs") == "pending"
 
 
-def test_8000_stale_jobs_are_recovered_in_steps_within_five_seconds(conn: Connection) -> None:
-    enqueue_bulk(conn, 8000)
-    jobs = claim(conn, 8000)
+def claim_all(conn: Connection, size: int) -> None:
+    """Claim all jobs, so many under each lease."""
     conn.execute(
-        "UPDATE howdah.live_jobs SET max_attempts = 1, started_at = now() WHERE seq % 2 = 0"
+        "DO $$ BEGIN WHILE EXISTS (SELECT FROM howdah.live_jobs WHERE status = 'pending') LOOP "
+        f"PERFORM howdah.claim_job_batch('worker', NULL, {size}, p_started => true); END LOOP; END $$".encode()
     )
-    expire(conn, *jobs)
+
+
+# The last step of the second finds no lease, as the one before had as many as a step handles.
+@pytest.mark.parametrize(("size", "expected_steps"), [(8000, 8), (1, 9)])
+def test_8000_stale_jobs_are_recovered_in_steps_within_five_seconds(
+    conn: Connection, size: int, expected_steps: int
+) -> None:
+    enqueue_bulk(conn, 8000)
+    claim_all(conn, size)
+    conn.execute(
+        "UPDATE howdah.live_jobs SET max_attempts = 1 + (seq % 2)::int * 2, "
+        "started_at = CASE WHEN seq % 2 = 0 THEN now() END"
+    )
+    expire_leases(conn)
     conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
     conn.execute("SET statement_timeout = '1s'")
     began = time.monotonic()
@@ -264,7 +388,7 @@ def test_8000_stale_jobs_are_recovered_in_steps_within_five_seconds(conn: Connec
             break
     took = time.monotonic() - began
     assert value(conn, "SELECT count(*) FROM howdah.live_jobs WHERE status = 'claimed'") == 0
-    assert steps == 9
+    assert steps == expected_steps
     assert took < 5
 
 
@@ -280,11 +404,7 @@ def pass_time(conn: Connection, seconds: float) -> None:
         {"s": seconds},
     )
     conn.execute(
-        "UPDATE howdah.live_jobs SET lease_expires_at = lease_expires_at - make_interval(secs => %s)",
-        (seconds,),
-    )
-    conn.execute(
-        "UPDATE howdah.extended_leases SET written_at = written_at - make_interval(secs => %(s)s), "
+        "UPDATE howdah.leases SET written_at = written_at - make_interval(secs => %(s)s), "
         "expires_at = expires_at - make_interval(secs => %(s)s)",
         {"s": seconds},
     )
@@ -315,7 +435,7 @@ def recover(conn: Connection) -> None:
 
 def outlast_excuse(conn: Connection) -> None:
     """The three seconds of the excuse have passed, and no heartbeat has come."""
-    conn.execute("UPDATE howdah.extended_leases SET expires_at = clock_timestamp() WHERE is_excuse")
+    conn.execute("UPDATE howdah.leases SET expires_at = clock_timestamp() WHERE is_excused")
 
 
 def test_a_worker_that_beats_when_the_server_is_back_keeps_its_jobs(
@@ -373,7 +493,7 @@ def test_a_second_run_that_comes_before_the_first_has_excused_recovers_nothing(
     first.execute("SELECT howdah.run_step(%s)", (duty,))
     first.commit()
     assert status(conn, job.id) == "running"
-    assert value(conn, "SELECT count(*) FROM howdah.extended_leases") >= 1
+    assert value(conn, "SELECT count(*) FROM howdah.leases WHERE is_excused") == 1
 
 
 def test_an_overdue_recovery_whose_row_stays_held_excuses_once_and_recovers(
@@ -393,7 +513,7 @@ def test_an_overdue_recovery_whose_row_stays_held_excuses_once_and_recovers(
 def test_a_job_that_was_locked_past_its_lease_before_the_outage_is_excused(
     conn: Connection, connect: Connect
 ) -> None:
-    """The heartbeats of its worker were recorded beside it, and the outage ended the transaction that held the lock."""
+    """Its worker sent heartbeats, and the outage ended the transaction that held the lock."""
     register(conn)
     enqueue(conn, WORK | {"max_attempts": 1})
     (job,) = claim(conn, 1, worker="worker", started=True)
@@ -412,6 +532,41 @@ def test_a_job_that_was_locked_past_its_lease_before_the_outage_is_excused(
     assert status(conn, job.id) == "running"
 
 
+def test_a_lease_that_a_heartbeat_had_locked_past_its_end_is_excused(
+    conn: Connection, connect: Connect
+) -> None:
+    """That heartbeat was rolled back, and recovery was not overdue: the worker may send another one."""
+    register(conn)
+    enqueue(conn, WORK)
+    (job,) = claim(conn, 1, worker="worker", started=True)
+    maintain(conn)
+    conn.execute("UPDATE howdah.maintenance SET state = '{}'")  # that run was overdue
+    expire(conn, job)
+    worker = connect(autocommit=False)
+    worker.execute("SELECT howdah.extend_jobs(%s, %s)", fences([job]))
+    maintain(conn, "recover")
+    worker.rollback()
+    maintain(conn, "recover")
+    assert status(conn, job.id) == "running"
+    outlast_excuse(conn)
+    maintain(conn, "recover")
+    assert status(conn, job.id) == "pending"
+
+
+def test_all_jobs_of_a_lease_share_its_excuse(conn: Connection) -> None:
+    register(conn)
+    enqueue(conn, *[WORK] * 3)
+    jobs = claim(conn, worker="worker", started=True)
+    maintain(conn)
+    complete(conn, jobs[0])
+    pass_time(conn, 3600)
+    recover(conn)
+    assert [status(conn, job.id) for job in jobs] == ["completed", "running", "running"]
+    outlast_excuse(conn)
+    maintain(conn, "recover")
+    assert [status(conn, job.id) for job in jobs[1:]] == ["pending", "pending"]
+
+
 def test_a_lease_is_excused_again_after_a_heartbeat(conn: Connection) -> None:
     job = claim_before_outage(conn)
     for _ in range(2):
@@ -423,14 +578,71 @@ def test_a_lease_is_excused_again_after_a_heartbeat(conn: Connection) -> None:
     assert status(conn, job.id) == "running"
 
 
-def test_a_fleet_that_was_killed_with_many_jobs_is_recovered_after_the_excuse(
-    conn: Connection,
+def test_a_lease_that_was_locked_when_its_excuse_ended_is_excused_again(
+    conn: Connection, connect: Connect
 ) -> None:
-    """More than the duty keeps by id. Its only maintenance is a cron job."""
+    """The heartbeats of its worker could not reach it: a transaction that rolls back had locked it."""
+    job = claim_before_outage(conn)
+    recover(conn)
+    outlast_excuse(conn)
+    handler = connect(autocommit=False)
+    complete(handler, job)
+    conn.execute("SELECT howdah.recover_expired()")
+    handler.rollback()
+    conn.execute("SELECT howdah.recover_expired()")
+    assert status(conn, job.id) == "running"
+    outlast_excuse(conn)
+    conn.execute("SELECT howdah.recover_expired()")
+    assert status(conn, job.id) == "pending"
+
+
+CLAIMS = {
+    "claim_runs": "claim_runs('worker', NULL, 1, '1 second', '{default}')",
+    "claim_job_batch": "claim_job_batch('worker', NULL, 1, '1 second')",
+    "enqueue_and_claim": """enqueue_and_claim('{"job_type": "work"}', 'worker', '1 second')""",
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "table"),
+    [(call, table) for call in CLAIMS for table in ("live_jobs", "leases", "lanes")]
+    + [("claim_runs", "sweeps"), ("claim_job_batch", "sweeps")],
+)
+def test_a_claim_that_waited_for_a_table_has_a_lease_that_begins_after_the_wait(
+    conn: Connection, connect: Connect, call: str, table: str
+) -> None:
+    """While it waits it is not among the writers that `late` notes: nobody would find a lease that has expired."""
+    enqueue(conn, WORK)
+    maintenance, worker = connect(autocommit=False), connect()
+    maintenance.execute(f"LOCK TABLE howdah.{table} IN ACCESS EXCLUSIVE MODE".encode())
+    claiming = threading.Thread(
+        target=worker.execute, args=(f"SELECT howdah.{CLAIMS[call]}".encode(),)
+    )
+    claiming.start()
+    wait_until(
+        lambda: value(
+            conn,
+            "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'",
+            worker.info.backend_pid,
+        ),
+        "the claim waits",
+    )
+    asked = value(conn, "SELECT clock_timestamp()")
+    wait_until(lambda: value(conn, "SELECT clock_timestamp() - %s > '1 s'", asked), "a second")
+    released = value(conn, "SELECT clock_timestamp()")
+    maintenance.rollback()
+    claiming.join()
+    assert value(conn, "SELECT expires_at - %s >= '1 s' FROM howdah.leases", released)
+
+
+@pytest.mark.parametrize("size", [1000, 1])
+def test_a_fleet_that_was_killed_with_many_jobs_is_recovered_after_the_excuse(
+    conn: Connection, size: int
+) -> None:
+    """More jobs, or leases, than the duty keeps by id. Its only maintenance is a cron job."""
     register(conn)
     enqueue_bulk(conn, 2500)
-    for _ in range(3):
-        claim(conn, 1000, worker="worker", started=True)
+    claim_all(conn, size)
     maintain(conn)
     pass_time(conn, 3600)
     recover(conn)
@@ -462,11 +674,11 @@ def test_a_run_that_fails_after_an_outage_leaves_the_excuse_to_the_next_one(
     job = claim_before_outage(conn)
     conn.execute(
         "CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'no'; END $$;"
-        "CREATE TRIGGER fail BEFORE INSERT ON howdah.extended_leases FOR EACH ROW EXECUTE FUNCTION fail()"
+        "CREATE TRIGGER fail BEFORE UPDATE ON howdah.leases FOR EACH ROW EXECUTE FUNCTION fail()"
     )
     ran = rows(conn, "SELECT * FROM howdah.run_maintenance()")
     assert [row.error for row in ran if row.duty == "recover"] == ["no"]
-    conn.execute("DROP TRIGGER fail ON howdah.extended_leases")
+    conn.execute("DROP TRIGGER fail ON howdah.leases")
     conn.execute("UPDATE howdah.maintenance SET due_at = clock_timestamp()")
     recover(conn)
     assert status(conn, job.id) == "running"
@@ -518,8 +730,9 @@ def test_a_run_leaves_a_job_that_another_run_has_excused_since_it_began(conn: Co
     job = claim_before_outage(conn)
     began = value(conn, "SELECT clock_timestamp()")
     recover(conn)
-    lock = "SELECT howdah.lock_stale_jobs(NULL, 10, '-infinity', %s)"
-    assert value(conn, lock, began) == []
+    lock = "SELECT howdah.lock_leases(10, '-infinity', %s, %s::uuid[], NULL)"
+    assert value(conn, lock, began, []) == []
+    assert value(conn, lock, began, [job.lease_id]) == []  # as one that was locked when it expired
     assert status(conn, job.id) == "running"
 
 
@@ -529,12 +742,13 @@ def test_an_excuse_of_a_clock_that_was_ahead_is_forgotten_when_it_went_back(
     """It would count as the one excuse of the lease after the next step."""
     claim_before_outage(conn)
     recover(conn)
+    assert value(conn, "SELECT count(*) FROM howdah.leases WHERE is_excused") == 1
     conn.execute(
-        "UPDATE howdah.extended_leases SET written_at = written_at + interval '1 hour', "
+        "UPDATE howdah.leases SET written_at = written_at + interval '1 hour', "
         "expires_at = expires_at + interval '1 hour'"
     )
     conn.execute(
         "UPDATE howdah.maintenance SET reached = clock_timestamp() + interval '1 hour' WHERE duty = 'clock'"
     )
     maintain(conn, "clock")
-    assert value(conn, "SELECT count(*) FROM howdah.extended_leases") == 0
+    assert value(conn, "SELECT count(*) FROM howdah.leases WHERE is_excused") == 0

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 LEASE = timedelta(seconds=30)
 
 
+@pytest.mark.parametrize("claims", [2, 1])
 async def test_a_stale_run_is_rejected_in_the_same_batch_as_the_newer_run_of_its_job(
-    database: str, queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]]
+    database: str, queue: JobQueue, connect: Callable[..., psycopg.Connection[Any]], claims: int
 ) -> None:
-    """A worker may claim a job that it already has in flight: the first lease expired, or the server crashed and
-    lost the first claim."""
+    """A worker may claim a job that it already has in flight: the first lease expired, or the job failed elsewhere and
+    an operator retried it, or the server crashed and lost the first claim. The count of claims does not show the last
+    two."""
     conn, statements = connect(), WorkerStatements("howdah")
     store, heartbeat_store = AsyncStore(database, "howdah"), Store(database, "howdah")
     states: list[str] = []
@@ -44,25 +46,30 @@ async def test_a_stale_run_is_rejected_in_the_same_batch_as_the_newer_run_of_its
     heartbeat = Heartbeat(heartbeat_store, statements, LEASE, lambda run: None)
     completer = Completer(store, statements, heartbeat, hooks, Throughput())
     queue.enqueue("work")
-    for _ in range(2):
+    for is_stale in (True, False):
         (job,) = await store.run(
             statements.claim("worker", ["work"], 1, LEASE, ["default"], due_from=None)
         )
-        conn.execute("UPDATE howdah.live_jobs SET lease_expires_at = clock_timestamp()")
         run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
-        heartbeat.add(run)
+        heartbeat.add([run])
         completer.put(run, Completed(None))
-        if job.claims == 1:
-            assert conn.execute("SELECT howdah.recover_stale_jobs()").fetchone() == (1,)
+        if is_stale and claims == 2:
+            conn.execute("UPDATE howdah.leases SET expires_at = clock_timestamp()")
+            assert queue.recover_stale_jobs() == 1
+        elif is_stale:
+            fence = [[job.id], [job.lease_id]]
+            conn.execute("SELECT howdah.fail_jobs(%s, %s, '{elsewhere}', '{NULL}')", fence)
+            assert queue.retry(job.id) == [job.id]
+    assert job.claims == claims
     writing = asyncio.gather(completer.run(), completer.run_rejected())
     async with asyncio.timeout(240):
         await completer.drain()
     writing.cancel()
     await asyncio.to_thread(hooks.stop)
-    assert sorted(states) == ["completed", "lost"]
-    assert queue.get(job.id).status == "completed"
     await store.close()
     await asyncio.to_thread(heartbeat_store.close)
+    assert sorted(states) == ["completed", "lost"]
+    assert queue.get(job.id).status == "completed"
 
 
 async def test_the_second_try_to_complete_a_job_counts_as_its_own(
@@ -83,7 +90,7 @@ async def test_the_second_try_to_complete_a_job_counts_as_its_own(
         statements.claim("worker", ["work"], 1, LEASE, ["default"], due_from=None)
     )
     run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
-    heartbeat.add(run)
+    heartbeat.add([run])
     proxy.cut(b"cut-here", executed=True, then=proxy.refuse)
     completer.put(run, Completed('"cut-here"'))
     writing = asyncio.gather(completer.run(), completer.run_rejected())
@@ -127,7 +134,7 @@ async def test_outcomes_that_a_server_timeout_always_cancels_end_by_rule_and_kee
     )
     for number, job in enumerate(jobs):
         run = Run(id=job.id, lease_id=job.lease_id, job=job, task=None)
-        heartbeat.add(run)
+        heartbeat.add([run])
         completer.put(run, Completed('"slow"' if number == 3 else "1"))
     writing = asyncio.create_task(completer.run())
     async with asyncio.timeout(120):
@@ -158,8 +165,7 @@ async def claimed(
         statements.claim("worker", ["work"], count, LEASE, ["default"], due_from=None)
     )
     runs = [Run(id=job.id, lease_id=job.lease_id, job=job, task=None) for job in jobs]
-    for run in runs:
-        heartbeat.add(run)
+    heartbeat.add(runs)
     writing = asyncio.gather(completer.run(), completer.run_rejected())
     yield completer, runs, states
     async with asyncio.timeout(120):

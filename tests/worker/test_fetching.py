@@ -231,7 +231,7 @@ async def test_thousands_of_short_jobs_take_few_claims(
     conn: psycopg.Connection[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    claims, completions = Calls(monkeypatch, "claim"), Calls(monkeypatch, "complete_jobs")
+    claims, completions = Calls(monkeypatch, "claim"), Calls(monkeypatch, "complete_runs")
     add_nap(app)
 
     @app.task  # its duration is never measured, as for most tasks of an app at first
@@ -323,7 +323,7 @@ async def test_an_outcome_that_the_database_rejects_fails_its_job_and_no_other(
     conn: psycopg.Connection[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    completions = Calls(monkeypatch, "complete_jobs")
+    completions = Calls(monkeypatch, "complete_runs")
     conn.execute(REFUSE_ONE)
     add_nap(app)
     good, bad = NewJob(job_type="nap"), NewJob(job_type="nap", data={"seconds": 0.001})
@@ -388,7 +388,7 @@ async def test_claims_do_not_wait_for_a_durable_commit_and_acknowledgements_do(
     def acknowledging() -> bool:
         rows = conn.execute(
             "SELECT count(*) FROM pg_stat_activity "
-            "WHERE wait_event = 'SyncRep' AND query LIKE '%complete_jobs%'"
+            "WHERE wait_event = 'SyncRep' AND query LIKE '%complete_runs%'"
         )
         return rows.fetchone() == (1,)
 

@@ -46,26 +46,30 @@ class Sent:
 
         async def note(store: AsyncStore, statements: Any) -> Any:
             for each in statements if isinstance(statements, list) else []:
-                if each.operation == "complete_jobs":
+                if each.operation in ("complete_runs", "complete_jobs"):
                     self.counts.append(len(each.parameters[0]))
-                    self.bytes.append(sum(len(result or "") for result in each.parameters[2]))
+                    self.bytes.append(sum(len(result or "") for result in each.parameters[2] or []))
             return await run_all(store, statements)
 
         monkeypatch.setattr(AsyncStore, "run_all", note)
 
 
 @contextlib.asynccontextmanager
-async def completing_jobs(database: str, queue: JobQueue, count: int) -> AsyncIterator[Any]:
+async def completing_jobs(
+    database: str, queue: JobQueue, count: int, *, batch_size: int | None = None
+) -> AsyncIterator[Any]:
     """A completer, and the claimed runs of so many jobs."""
     statements = WorkerStatements("howdah")
     store, heartbeat_store = AsyncStore(database, "howdah"), Store(database, "howdah")
     heartbeat = Heartbeat(heartbeat_store, statements, LEASE, lambda run: None)
     completer = Completer(store, statements, heartbeat, Hooks([]), Throughput())
     queue.enqueue_many([("work", {})] * count)
-    jobs = await store.run(statements.claim("me", ["work"], count, LEASE, ["default"], False))
-    runs = [Run(job.id, job.lease_id, job, None) for job in jobs]  # type: ignore[arg-type]
-    for run in runs:
-        heartbeat.add(run)
+    runs: list[Run] = []
+    while len(runs) < count:
+        claim = statements.claim("me", ["work"], batch_size or count, LEASE, ["default"], False)
+        jobs = await store.run(claim)
+        runs += [Run(job.id, job.lease_id, job, None) for job in jobs]  # type: ignore[arg-type]
+    heartbeat.add(runs)
     parts = (completer.run, completer.run_large, completer.run_rejected)
     writing = [asyncio.create_task(work()) for work in parts]
     try:
@@ -171,7 +175,10 @@ async def test_unwritten_outcomes_stop_the_worker_from_claiming(
     run_all = AsyncStore.run_all
 
     async def hold(store: AsyncStore, statements: list[Statement[Any]]) -> Any:
-        if isinstance(statements, list) and statements[0].operation == "complete_jobs":
+        if isinstance(statements, list) and statements[0].operation in (
+            "complete_runs",
+            "complete_jobs",
+        ):
             await may_write.wait()
         return await run_all(store, statements)
 
@@ -209,18 +216,44 @@ async def test_unwritten_outcomes_stop_the_worker_from_claiming(
     assert len(ran) == 1000
 
 
-async def test_many_leases_are_extended_in_several_statements(
+async def test_many_runs_of_a_lease_are_sent_in_several_statements(
     database: str, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts: list[int] = []
     async with completing_jobs(database, queue, EXTENDED_RUNS + 1) as (_, _, heartbeat):
-        run = heartbeat._store.run
-
-        def note(statement: Statement[Any]) -> Any:
-            counts.append(len(statement.parameters[0]))
-            return run(statement)
-
-        monkeypatch.setattr(heartbeat._store, "run", note)
-        await asyncio.to_thread(heartbeat.beat)
-    assert counts == [EXTENDED_RUNS, 1]
+        counts = await counts_of_a_beat(heartbeat, monkeypatch)
+    assert counts == [(EXTENDED_RUNS, 1), (1, 0)]
     assert heartbeat.can_extend
+
+
+async def test_many_leases_are_extended_in_several_statements(
+    database: str,
+    queue: JobQueue,
+    connect: Callable[..., psycopg.Connection[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("howdah.execution.heartbeat.EXTENDED_RUNS", 20)
+    async with completing_jobs(database, queue, 41, batch_size=1) as (_, _, heartbeat):
+        conn = connect()
+        conn.execute("UPDATE howdah.leases SET expires_at = clock_timestamp()")
+        counts = await counts_of_a_beat(heartbeat, monkeypatch)
+        query = "SELECT count(*) FROM howdah.leases WHERE expires_at > clock_timestamp()"
+        assert conn.execute(query).fetchone() == (41,)
+    assert counts == [(20, 20), (20, 20), (1, 1)]
+    assert heartbeat.can_extend
+
+
+async def counts_of_a_beat(
+    heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """How many runs and leases each statement of a beat has."""
+    counts: list[tuple[int, int]] = []
+    run = heartbeat._store.run
+
+    def note(statement: Statement[Any]) -> Any:
+        assert statement.operation == "extend_jobs"
+        counts.append((len(statement.parameters[0]), len(statement.parameters[4])))
+        return run(statement)
+
+    monkeypatch.setattr(heartbeat._store, "run", note)
+    await asyncio.to_thread(heartbeat.beat)
+    return counts

@@ -263,8 +263,10 @@ async def test_a_job_that_is_taken_over_is_completed_by_another_worker(
 
 def steal(conn: psycopg.Connection[Any], job_id: object) -> None:
     conn.execute(
-        "UPDATE howdah.live_jobs SET lease_id = gen_random_uuid(), worker_id = 'thief', "
-        "lease_expires_at = now() + interval '1 hour' WHERE id = %s",
+        "WITH stolen AS (UPDATE howdah.live_jobs SET lease_id = gen_random_uuid(), worker_id = 'thief' "
+        "WHERE id = %s RETURNING *) "
+        "INSERT INTO howdah.leases (lease_id, worker_id, claimed_at, written_at, expires_at, job_ids) "
+        "SELECT lease_id, worker_id, now(), now(), now() + interval '1 hour', ARRAY[id] FROM stolen",
         [job_id],
     )
 

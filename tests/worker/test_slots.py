@@ -357,7 +357,7 @@ async def test_a_stale_run_of_the_same_worker_is_stopped_and_its_reports_are_rej
         if how == "takeover":
             assert await module_app.atakeover(handle)
         else:
-            conn.execute("UPDATE howdah.live_jobs SET claimed_at = claimed_at - interval '1 hour'")
+            conn.execute("UPDATE howdah.leases SET claimed_at = claimed_at - interval '1 hour'")
             conn.execute("SELECT howdah.recover_stale_jobs('1 minute')")
         job = await ended(handle)
     assert job.status == Status.COMPLETED

@@ -44,13 +44,11 @@ _SAMPLES = """
            (SELECT count(*) FROM {s}.finished_jobs)
 """
 _OVERDUE = """
-    SELECT id::text, lease_id::text, extract(epoch FROM clock_timestamp() - lease_expires_at)::float8
-    FROM {s}.live_jobs AS j
-    WHERE status = 'claimed' AND lease_expires_at < clock_timestamp() - make_interval(secs => %s)
-      AND NOT EXISTS (
-          SELECT FROM {s}.extended_leases AS e
-          WHERE e.job_id = j.id AND e.lease_id = j.lease_id AND e.written_at <= clock_timestamp()
-            AND e.expires_at > clock_timestamp() - make_interval(secs => %s))
+    SELECT j.id::text, j.lease_id::text, extract(epoch FROM clock_timestamp() - e.expires_at)::float8
+    FROM (SELECT unnest(l.job_ids) AS id, l.lease_id, l.expires_at
+          FROM {s}.leases AS l
+          WHERE l.expires_at < clock_timestamp() - make_interval(secs => %s)) AS e
+    JOIN {s}.live_jobs AS j ON j.id = e.id AND j.lease_id = e.lease_id
 """
 _ROWS = """
     SELECT id::text, seq, status, job_type, queue, priority, attempts, max_attempts, claims,
@@ -270,7 +268,7 @@ class Run:
                     conn = self.place.connect()
                 row = conn.execute(_SAMPLES.format(s=self._schema, bare=BARE).encode()).fetchone()
                 for job, fence, seconds in conn.execute(
-                    _OVERDUE.format(s=self._schema).encode(), (OVERDUE_SECONDS, OVERDUE_SECONDS)
+                    _OVERDUE.format(s=self._schema).encode(), (OVERDUE_SECONDS,)
                 ).fetchall():
                     self.ledger.write("overdue", job=job, fence=fence, seconds=seconds)
             except DatabaseError:

@@ -113,8 +113,8 @@ class RunContext:
         server is unreachable."""
         query = (
             "SELECT split_part(worker_id, ':', 2)::int, count(*) "
-            f"FROM {quote_schema(self.place.schema)}.live_jobs "
-            "WHERE status = 'claimed' AND lease_expires_at > clock_timestamp() "
+            f"FROM {quote_schema(self.place.schema)}.jobs "
+            "WHERE status IN ('claimed', 'running') AND lease_expires_at > clock_timestamp() "
             "AND claimed_at <= clock_timestamp() - make_interval(secs => %s) GROUP BY 1"
         )
         with contextlib.suppress(DatabaseError), self.place.connect() as conn:

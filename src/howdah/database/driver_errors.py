@@ -113,6 +113,11 @@ def is_statement_cancelled(error: BaseException) -> bool:
     return sqlstate(error) in {"57014", "55P03"}
 
 
+def is_locked(error: BaseException) -> bool:
+    """Whether another transaction had locked a row for too long, or the two waited for each other."""
+    return sqlstate(error) in {"55P03", "40P01"}
+
+
 def is_too_much(error: BaseException) -> bool:
     """Whether a smaller statement may succeed where this one was not answered in time, was ended by a timeout of the
     server, or needed too much memory."""

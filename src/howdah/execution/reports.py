@@ -17,10 +17,10 @@ from howdah.encoding.safe_logger import get_logger
 from howdah.errors import DatabaseUnreachable, TooManyEvents
 from howdah.execution.event_buffer import OVERFLOW, RUN_EVENTS, EventBuffer, ReportedEvent
 from howdah.execution.repeated_lines import RepeatedLines
-from howdah.execution.run import Run
+from howdah.execution.run import Lease, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from uuid import UUID
 
     from howdah.context import RunState
@@ -46,7 +46,9 @@ class Reports:
         self._statements = statements
         self._on_abort = on_abort
         self.lines = RepeatedLines()
-        self._runs: dict[UUID, Run] = {}  # the newest run of each job
+        self._runs: dict[UUID, Run] = {}  # in flight: the newest run of each job
+        self._leases: dict[UUID, Lease] = {}  # of these runs
+        self._ended: list[UUID] = []  # leases to remove
         self._progress: dict[Run, tuple[int | None, str | None]] = {}
         self._last_stages: dict[Run, str | None] = {}
         self._events = EventBuffer()
@@ -62,20 +64,43 @@ class Reports:
 
     # ── runs in flight ────────────────────────────────────────────────────────────────────────────
 
-    def add(self, run: Run) -> None:
-        """Extend the lease of this run from now on. An older run of the same job has lost its lease to this
+    def add(self, runs: Sequence[Run]) -> None:
+        """Extend the leases of these runs from now on. An older run of one of their jobs has lost its lease to this
         claim, so it is aborted."""
-        older = self._runs.get(run.id)
-        self._runs[run.id] = run
-        if older is not None and older is not run and not older.finishing:
-            self._abort(older, "lost")
+        older: list[Run] = []
+        with self._buffer_lock:
+            lease: Lease | None = None
+            for run in runs:
+                before = self._runs.get(run.id)
+                if before is not None:
+                    self._end_flight(before, is_accepted=False)
+                    older.append(before)
+                if lease is None or lease.id != run.lease_id:
+                    lease = self._leases.get(run.lease_id) or Lease(run.lease_id)
+                    self._leases[lease.id] = lease
+                run.lease = lease
+                lease.left += 1
+                self._runs[run.id] = run
+        for run in older:
+            if not run.finishing:
+                self._abort(run, "lost")
 
-    def remove(self, runs: Iterable[Run]) -> None:
-        """Stop extending the leases of these runs."""
+    def _end_flight(self, run: Run, *, is_accepted: bool) -> None:
+        lease, run.lease = run.lease, None
+        if lease is not None:
+            del self._runs[run.id]
+            lease.left -= 1
+            lease.rejected += not is_accepted
+            if not lease.left:
+                self._leases.pop(lease.id, None)
+                if lease.has_ended:
+                    self._ended.append(lease.id)
+
+    def remove(self, runs: Iterable[Run], *, is_accepted: bool) -> None:
+        """Stop extending the leases of these runs. `is_accepted`: the database has written their outcomes."""
         with self._buffer_lock:
             for run in runs:
-                if self._runs.get(run.id) is run:
-                    del self._runs[run.id]
+                self._end_flight(run, is_accepted=is_accepted)
                 if self._last_stages:
                     self._last_stages.pop(run, None)
                 if self._locked:
@@ -133,7 +158,7 @@ class Reports:
     def is_in_flight(self, run: RunState) -> TypeGuard[Run]:
         """False for a run that has ended although its abandoned thread still reports, and for a run whose job
         was claimed again: its reports must not count for the newer run."""
-        return isinstance(run, Run) and self._runs.get(run.id) is run
+        return isinstance(run, Run) and run.lease is not None
 
     def _schedule_flush(self, seconds: float) -> None:
         at = time.monotonic() + seconds
@@ -187,9 +212,7 @@ class Reports:
             finally:
                 with self._buffer_lock:
                     self._progress = progress | self._progress
-                    self._events.put_back(
-                        [each for each in unsent if self._runs.get(each[0].id) is each[0]]
-                    )
+                    self._events.put_back([each for each in unsent if each[0].lease is not None])
                     if is_sent:
                         self._note_locked(events, unsent)
                     for run in touched:
@@ -321,7 +344,7 @@ class Reports:
         sent = {run.id: run for run in runs}
         for job_id, _, mine, cancel_requested in answers:
             run = sent[job_id]
-            if self._runs.get(job_id) is not run or run.finishing or run.completed_by_handler:
+            if run.lease is None or run.finishing or run.completed_by_handler:
                 continue  # acknowledged meanwhile, or about to be
             if not mine:
                 self._abort(run, "lost")

@@ -1,4 +1,4 @@
-"""One run of a claimed job in this process, and the context of its handler."""
+"""One run of a claimed job in this process, its lease, and the context of its handler."""
 
 from __future__ import annotations
 
@@ -18,14 +18,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
+class Lease:
+    """A lease: `left` of its runs are in flight, and of the others the database has rejected the outcomes of `rejected`."""
+
+    id: UUID
+    left: int = 0
+    rejected: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no job in the database has this lease: its row can be removed."""
+        return not self.left and not self.rejected
+
+
+@dataclass(slots=True, eq=False)
 class Run(RunState):
     """A claimed job: prefetched, running, or waiting to be acknowledged.
 
-    `started` and `buffered` are times of `time.monotonic`. A run is `finishing` from when the completer has
-    its outcome, and `dirty` while reports of its handler are buffered. `size` is about how many bytes its
-    acknowledgement moves; it is `in_doubt` if an acknowledgement was sent and not answered, and was rejected
-    `rejections` times although its lease is held. If it is in doubt and its lease is gone, it is `sent_again` once: the
-    first may have been written. `last_event` is the number of its last event, 0 if it has none."""
+    It has a `lease` while it is in flight: from its claim until its acknowledgement, or until this process has claimed
+    the same job again. `started` and `buffered` are times of `time.monotonic`. A run is `finishing` from when the
+    completer has its outcome, `is_acknowledged` from when that is written or has no lease, and `dirty` while reports of
+    its handler are buffered. `size` is about how many bytes its acknowledgement moves; it is `in_doubt` if an
+    acknowledgement was sent and not answered, and was rejected `rejections` times although its lease is held. If it is
+    in doubt and its lease is gone, it is `sent_again` once: the first may have been written. `last_event` is the number
+    of its last event, 0 if it has none."""
 
     id: UUID
     lease_id: UUID
@@ -38,9 +54,11 @@ class Run(RunState):
     in_doubt: bool = False
     rejections: int = 0
     sent_again: bool = False
+    is_acknowledged: bool = False
     last_event: int = 0
     buffered: float = 0.0
     on_acknowledged: Callable[[], None] | None = None
+    lease: Lease | None = None
 
 
 def make_context(

@@ -126,7 +126,7 @@ class _Attempt:
         self.context = make_context(
             task, job, data=msgspec.Raw(job.data), sink=self._heartbeat, run=self._run
         )
-        self._heartbeat.add(self._run)
+        self._heartbeat.add([self._run])
         self._heartbeat.start()
 
     async def execute(self) -> Outcome:

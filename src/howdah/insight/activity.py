@@ -94,10 +94,12 @@ class Tail(QueueReader):
     def _claimed(self, since: datetime) -> list[Occurrence]:
         return self._fetch(
             """
-            SELECT claimed_at, id, job_type, queue, attempts, worker_id
-            FROM {s}.live_jobs
-            WHERE status = 'claimed' AND claimed_at > $1::timestamptz
-            ORDER BY claimed_at DESC
+            SELECT j.claimed_at, j.id, j.job_type, j.queue, j.attempts, j.worker_id
+            FROM (SELECT unnest(l.job_ids) AS id, l.lease_id
+                  FROM {s}.leases AS l
+                  WHERE l.claimed_at > $1::timestamptz) AS c
+            JOIN {s}.live_jobs AS j ON j.id = c.id AND j.lease_id = c.lease_id
+            ORDER BY j.claimed_at DESC
             LIMIT $2::int
             """,
             since,

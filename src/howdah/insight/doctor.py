@@ -298,12 +298,10 @@ class Doctor:
 
     def _leases(self) -> Finding:
         (expired,) = self._rows(
-            "SELECT count(*) FROM {s}.live_jobs AS j WHERE j.status = 'claimed' "
-            "AND j.lease_expires_at < clock_timestamp() - interval '10 seconds' "
-            # The heartbeats of a locked job are recorded beside it (decision 0004).
-            "AND NOT EXISTS (SELECT FROM {s}.extended_leases AS e WHERE e.job_id = j.id "
-            "AND e.lease_id = j.lease_id AND e.written_at <= clock_timestamp() "
-            "AND e.expires_at > clock_timestamp() - interval '10 seconds')"
+            # A lease whose jobs have ended stays until recovery removes it.
+            "SELECT count(*) FROM (SELECT unnest(l.job_ids) AS id, l.lease_id FROM {s}.leases AS l "
+            "WHERE l.expires_at < clock_timestamp() - interval '10 seconds') AS e "
+            "JOIN {s}.live_jobs AS j ON j.id = e.id AND j.lease_id = e.lease_id"
         )[0]
         if expired:
             return Finding("leases", "problem", f"{counted(expired, 'job')} with a lease that expired over 10 s ago",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, assert_never, cast
 
 from howdah.encoding import validation
 from howdah.outcome import (
@@ -17,7 +17,6 @@ from howdah.outcome import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from uuid import UUID
 
     from howdah.outcome import Acknowledgement
@@ -34,18 +33,22 @@ def kind_of(outcome: Acknowledgement) -> object:
 
 def acknowledge(
     statements: WorkerStatements,
-    ids: Sequence[UUID],
-    lease_ids: Sequence[UUID],
-    outcomes: Sequence[Acknowledgement],
-    elapsed: Sequence[float | None] | None = None,
+    ids: list[UUID],
+    lease_ids: list[UUID],
+    outcomes: list[Acknowledgement],
+    elapsed: list[float | None] | None = None,
+    *,
+    skip_locked: bool = True,
 ) -> Statement[list[UUID]]:
     """The statement that writes outcomes of one kind; its rows are the ids that were accepted.
 
-    `elapsed` is the seconds since each job started, or None for a job that has not started."""
+    `elapsed` is the seconds since each job started, or None for a job that has not started. With `skip_locked`, jobs
+    that other transactions have locked are rejected; without it, completions raise, and cost less."""
     match outcomes[0]:
         case Completed():
-            results = [each.result for each in outcomes if isinstance(each, Completed)]
-            return statements.complete_jobs(ids, lease_ids, results, elapsed)
+            results = [each.result for each in cast("list[Completed]", outcomes)]
+            complete = statements.complete_jobs if skip_locked else statements.complete_runs
+            return complete(ids, lease_ids, results, elapsed)
         case Failed():
             failures = [each for each in outcomes if isinstance(each, Failed)]
             return statements.fail_jobs(

@@ -228,13 +228,23 @@ class Statements:
         lease_ids: Sequence[UUID],
         lease: timedelta,
         elapsed: Sequence[float | None] | None = None,
+        more_leases: Sequence[UUID] = (),
+        ended_leases: Sequence[UUID] = (),
     ) -> Statement[list[tuple[UUID, bool, bool, bool]]]:
-        """Extend leases: (id, extended, mine, cancel_requested) of each."""
+        """Extend the leases of jobs: (id, extended, mine, cancel_requested) of each. Of `more_leases` the id is None,
+        and `mine` is whether the lease exists. `ended_leases`, which have no job any more, are removed."""
         return Statement(
             "extend_jobs",
             f"SELECT id, extended, mine, cancel_requested FROM {self._s}.extend_jobs("
-            "$1::uuid[], $2::uuid[], $3::interval, $4::float8[])",
-            (list(ids), list(lease_ids), lease, None if elapsed is None else list(elapsed)),
+            "$1::uuid[], $2::uuid[], $3::interval, $4::float8[], $5::uuid[], $6::uuid[])",
+            (
+                list(ids),
+                list(lease_ids),
+                lease,
+                None if elapsed is None else list(elapsed),
+                list(more_leases),
+                list(ended_leases),
+            ),
             lambda rows: [(row[0], row[1], row[2], row[3]) for row in rows],
         )
 

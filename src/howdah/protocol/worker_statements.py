@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime, timedelta
 
+    from howdah.protocol.statements import Rows
+
 
 class Claimed(msgspec.Struct, frozen=True):
     """The columns of a job that a worker needs. The data are still text."""
@@ -33,9 +35,7 @@ class Claimed(msgspec.Struct, frozen=True):
     """Seconds from due to claimed, by the database's clock."""
 
 
-_CLAIMED_COLUMNS = select_list(
-    Claimed, data="data::text", waited="extract(epoch FROM claimed_at - run_at)::float8"
-)
+_CLAIMED_COLUMNS = select_list(Claimed)
 
 
 class WorkerStatements(Statements):
@@ -50,15 +50,14 @@ class WorkerStatements(Statements):
         queues: Sequence[str],
         due_from: float | None,
     ) -> Statement[list[Claimed]]:
-        """`claim_job_batch` with fewer columns and an asynchronous commit: if a crash of the server loses
-        the claim, its fence is rejected (decision 0016). Every other statement commits durably. Suspects
-        are claimed with the other jobs, since a worker runs them one at a time (decision 0020). `due_from`: see
-        `claim_job_batch`."""
+        """A claim with few columns and an asynchronous commit: if a crash of the server loses the claim, its fence is
+        rejected (decision 0016). Every other statement commits durably. Suspects are claimed with the other jobs,
+        since a worker runs them one at a time (decision 0020). `due_from`: see `claim_job_batch`."""
         return Statement(
-            "claim_job_batch",
+            "claim_runs",
             f"SELECT {_CLAIMED_COLUMNS} FROM set_config('synchronous_commit', 'off', true), "
-            f"{self._s}.claim_job_batch($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
-            "false, to_timestamp($6::float8), false)",
+            f"{self._s}.claim_runs($1::text, $2::text[], $3::int, $4::interval, $5::text[], "
+            "to_timestamp($6::float8))",
             (worker_id, list(job_types), batch_size, lease, list(queues), due_from),
             lambda rows: [Claimed(*row) for row in rows],
             is_divisible=True,
@@ -159,6 +158,34 @@ class WorkerStatements(Statements):
             f"SELECT {self._s}.remove_worker($1::text, $2::uuid)",
             (worker_id, life),
             nothing,
+        )
+
+    def complete_runs(
+        self,
+        ids: list[UUID],
+        lease_ids: list[UUID],
+        results: list[str | None],
+        elapsed: list[float | None] | None,
+    ) -> Statement[list[UUID]]:
+        """`complete_jobs` in one step and with a short answer if every job is accepted, as nearly always. It raises
+        if another transaction has locked one of the jobs: `complete_jobs` skips those."""
+        parameters = (ids, lease_ids, results if any(results) else None, elapsed)
+        sent = "$1::uuid[], $2::uuid[], $3::text[]::jsonb[], $4::float8[]"
+
+        def decode(rows: Rows) -> list[UUID]:
+            return ids if rows[0][0] is None else rows[0][0]
+
+        return Statement(
+            "complete_runs",
+            f"SELECT {self._s}.complete_runs({sent})",
+            parameters,
+            decode,
+            lambda: Statement(
+                "complete_jobs",
+                f"SELECT ARRAY (SELECT {self._s}.complete_jobs({sent}, true, false))",
+                parameters,
+                decode,
+            ),
         )
 
     def stop_jobs(

@@ -15,10 +15,15 @@ import dataclasses
 import logging
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from howdah.database.backoff import Backoff
-from howdah.database.driver_errors import is_statement_cancelled, is_too_much, is_transient
+from howdah.database.driver_errors import (
+    is_locked,
+    is_statement_cancelled,
+    is_too_much,
+    is_transient,
+)
 from howdah.encoding import payload
 from howdah.encoding.safe_logger import get_logger
 from howdah.errors import DatabaseTimeout, DatabaseUnreachable
@@ -40,7 +45,7 @@ from howdah.worker.rejected_outcomes import RejectedOutcomes
 from howdah.worker.reporting_outcomes import ReportingOutcomes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from uuid import UUID
 
     from howdah.database.async_store import AsyncStore
@@ -90,7 +95,7 @@ class Completer:
         self._rejected = RejectedOutcomes(
             store, statements, self._lines, self._queue_outcome, self._lose, self._on_locked
         )
-        self._unwritten: set[Run] = set()
+        self._unwritten = 0
         self._locked: set[Run] = set()  # of the unwritten; they do not count as a full completer
         self._reporting = ReportingOutcomes(heartbeat, self._add, self._on_locked)
         self._bytes = 0  # of the unwritten outcomes that are not locked
@@ -106,11 +111,12 @@ class Completer:
     def put(self, run: Run, outcome: Outcome) -> None:
         """Add an outcome to the next batch."""
         run.finishing = True
-        run.size = size_of(run, outcome)
-        self._unwritten.add(run)
-        self._bytes += run.size
-        self._drained.clear()
-        if self._bytes >= FULL_BYTES or len(self._unwritten) - len(self._locked) >= FULL_OUTCOMES:
+        run.size = size = size_of(run, outcome)
+        if not self._unwritten:
+            self._drained.clear()
+        self._unwritten += 1
+        self._bytes += size
+        if self._bytes >= FULL_BYTES or self._unwritten - len(self._locked) >= FULL_OUTCOMES:
             self.is_full = True
             self._room.clear()
         self._queue_outcome(run, outcome)
@@ -176,44 +182,59 @@ class Completer:
                 queue.put_back(
                     each
                     for each in batch
-                    if each[0] in self._unwritten and each[0] not in self._rejected
+                    if not each[0].is_acknowledged and each[0] not in self._rejected
                 )
                 raise
 
     async def _write(self, queue: OutcomeQueue, batch: list[Finished]) -> bool:
         """Write a batch. False if some of it has to be written again."""
+        written = [await self._send(queue, group) for group in self._groups(batch)]
+        return all(written)
+
+    def _groups(self, batch: list[Finished]) -> list[list[Written]]:
+        """The outcomes of a batch, by the statement that writes them."""
+        is_uniform = {type(outcome) for _, outcome in batch} == {Completed}
+        if is_uniform and len({run.id for run, _ in batch}) == len(batch):
+            return [cast("list[Written]", batch)]  # nearly always
         groups: dict[object, list[Written]] = defaultdict(list)
         counts: dict[UUID, int] = {}
         for run, outcome in batch:
             if isinstance(outcome, Lost):
-                self._finish([(run, outcome)], set())
+                self._finish([(run, outcome)], ())
                 continue
             # The answer contains job ids. So two runs of one job, one of which is stale, go into two statements.
             counts[run.id] = number = counts.get(run.id, 0) + 1
             groups[kind_of(outcome), number].append((run, outcome))
-        written = [await self._send(queue, group) for group in groups.values()]
-        return all(written)
+        return list(groups.values())
 
     async def _send(
-        self, queue: OutcomeQueue, group: list[Written], *, last_try: bool = False
+        self,
+        queue: OutcomeQueue,
+        group: list[Written],
+        *,
+        last_try: bool = False,
+        skip_locked: bool = False,
     ) -> bool:
         """Write outcomes of one kind. False if they have to be written again, in smaller statements."""
         fault_points.reach("before-acknowledge")
         backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
         resent: list[bool] = []
         tries = 0
-        statement = _noting_resends(self._statement(group), resent, queue.timeout)
+        skip_locked = skip_locked or any(run.rejections for run, _ in group)
+        statement = _noting_resends(self._statement(group, skip_locked), resent, queue.timeout)
         if any(run.in_doubt for run, _ in group) and statement.resend is not None:
             statement = statement.resend()
         while True:
             try:
-                accepted = set(await self._store.run(statement))
+                accepted: Collection[UUID] = await self._store.run(statement)
                 break
             except Exception as error:
-                tries += 1
                 if resent or isinstance(error, DatabaseTimeout):
                     for run, _ in group:
                         run.in_doubt = True
+                if is_locked(error) and not skip_locked:
+                    return await self._send(queue, group, last_try=last_try, skip_locked=True)
+                tries += 1
                 is_cancelled = len(group) == 1 and is_statement_cancelled(error)
                 if not _is_transient(error) or (is_cancelled and tries >= CANCELLED_TRIES):
                     return await self._split(queue, group, error, last_try=last_try)
@@ -231,16 +252,20 @@ class Completer:
                 if statement.resend is not None:
                     statement = statement.resend()
         fault_points.reach("after-acknowledge")
-        queue.grow()
-        rejected = [each for each in group if each[0].id not in accepted]
-        for run, _ in rejected:
-            run.in_doubt = run.in_doubt or bool(resent)
-        self._rejected.put(rejected)
-        self._finish([each for each in group if each[0].id in accepted], accepted)
+        if accepted:  # not if another transaction, perhaps an earlier send, has locked them all
+            queue.grow()
+        if len(accepted) < len(group):
+            accepted = set(accepted)
+            rejected = [each for each in group if each[0].id not in accepted]
+            for run, _ in rejected:
+                run.in_doubt = run.in_doubt or bool(resent)
+            self._rejected.put(rejected)
+            group = [each for each in group if each[0].id in accepted]
+        self._finish(group, accepted)
         return True
 
     def _lose(self, group: list[Finished]) -> None:
-        self._finish(group, set())
+        self._finish(group, ())
 
     def _write_later(self, queue: OutcomeQueue, group: list[Written]) -> None:
         """A statement was too much for the server: write fewer outcomes at once. An outcome that takes too long
@@ -263,11 +288,12 @@ class Completer:
             extra={"job_id": str(run.id), "job_type": run.job.job_type},
         )
         if last_try:
-            self._finish(group, set())  # its lease will expire and the job will be recovered
+            self._heartbeat.give_up([run])
+            self._finish(group, ())
             return True
         return await self._send(queue, [(run, _writable(outcome, error))], last_try=True)
 
-    def _statement(self, group: Sequence[Written]) -> Statement[list[UUID]]:
+    def _statement(self, group: Sequence[Written], skip_locked: bool) -> Statement[list[UUID]]:
         now = time.monotonic()
         return acknowledge(
             self._statements,
@@ -275,37 +301,42 @@ class Completer:
             [run.lease_id for run, _ in group],
             [outcome for _, outcome in group],
             [None if run.started is None else now - run.started for run, _ in group],
+            skip_locked=skip_locked,
         )
 
-    def _finish(
-        self, group: Sequence[Finished], accepted: set[UUID], *, resent: bool = False
-    ) -> None:
+    def _finish(self, group: Sequence[Finished], accepted: Collection[UUID]) -> None:
+        """Outcomes were written, all of the group or none, or their lease was lost."""
         now = time.monotonic()
-        self._heartbeat.remove(run for run, _ in group)
+        is_accepted = bool(accepted)
+        self._heartbeat.remove([run for run, _ in group], is_accepted=is_accepted)
         self.written += len(accepted)
+        is_logged, hooks = logger.isEnabledFor(logging.DEBUG), self._hooks
         ended: list[tuple[Claimed, str, float]] = []
         for run, outcome in group:
-            self._unwritten.discard(run)
-            if run in self._locked:
+            if run.is_acknowledged:
+                continue
+            run.is_acknowledged = True
+            self._unwritten -= 1
+            if self._locked and run in self._locked:
                 self._locked.remove(run)
             else:
                 self._bytes -= run.size
             if run.on_acknowledged is not None:
                 run.on_acknowledged()
-            state, error = _state_after(run, outcome, run.id in accepted)
+            state, error = _state_after(run, outcome, is_accepted)
             if run.started is not None:
                 ended.append((run.job, state, now - run.started))
-            if state != "completed" or logger.isEnabledFor(logging.DEBUG):
-                _log(self._lines, run, state, error, resent=resent or run.in_doubt)
-            if self._hooks.active:
-                self._hooks.notify(run.job, state, error)
+            if is_logged or state != "completed":
+                _log(self._lines, run, state, error, resent=run.in_doubt)
+            if hooks.active:
+                hooks.notify(run.job, state, error)
         self._throughput.add(ended)
         if not self._unwritten:
             self._drained.set()
         self._check_room()
 
     def _check_room(self) -> None:
-        unwritten = len(self._unwritten) - len(self._locked)
+        unwritten = self._unwritten - len(self._locked)
         if self.is_full and 2 * self._bytes < FULL_BYTES and 2 * unwritten < FULL_OUTCOMES:
             self.is_full = False
             self._room.set()

@@ -31,8 +31,7 @@ T = TypeVar("T")
 
 Rejected: TypeAlias = "tuple[Run, Acknowledgement]"
 
-# A heartbeat locks a job for milliseconds, an operator for as long as a transaction is open. The lease may expire
-# meanwhile: the heartbeats of a locked job are recorded beside it, so recovery leaves it to this worker.
+# A heartbeat that records a start locks the job for milliseconds, an operator for as long as a transaction is open.
 LOCKED_SECONDS, LOCKED_DOUBLINGS = 0.02, 5
 LOGGED_REJECTIONS = 3  # by then it is no heartbeat
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 2.0  # while the database cannot be asked

@@ -122,11 +122,11 @@ class Slots:
     def put(self, jobs: Sequence[Claimed]) -> None:
         """Put claimed jobs into the buffers."""
         now = time.monotonic()
-        tasks, by_type, add = self._tasks, self._by_type, self._heartbeat.add
-        for job in jobs:
-            run = Run(job.id, job.lease_id, job, tasks[job.job_type], buffered=now)
-            add(run)
-            by_type[job.job_type].put(run)
+        tasks, by_type = self._tasks, self._by_type
+        runs = [Run(job.id, job.lease_id, job, tasks[job.job_type], buffered=now) for job in jobs]
+        self._heartbeat.add(runs)
+        for run in runs:
+            by_type[run.job.job_type].put(run)
 
     def claim_while(self, name: str, is_available: Callable[[], bool]) -> None:
         """Claim jobs for an executor only while this function returns True."""

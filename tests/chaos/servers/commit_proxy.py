@@ -29,7 +29,9 @@ Cut: TypeAlias = Literal["unsent", "torn", "hasty", "unheard"]
 CUTS: tuple[Cut, ...] = ("unsent", "torn", "hasty", "unheard")
 _ENCRYPTION = {80877103, 80877104}  # SSLRequest, GSSENCRequest
 _UUID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_CALLED = re.compile(rb"\.(enqueue_jobs|claim_job_batch|complete_jobs)\(")
+# The functions of a worker do the same.
+_CONTRACT = {b"claim_runs": b"claim_job_batch", b"complete_runs": b"complete_jobs"}
+_CALLED = re.compile(rb"\.(enqueue_jobs|claim_job_batch|claim_runs|complete_jobs|complete_runs)\(")
 
 
 @dataclass
@@ -224,7 +226,7 @@ def _called(text: bytes) -> str:
     if text.strip(b" ;\0").upper() == b"COMMIT":
         return "COMMIT"
     found = _CALLED.search(text)
-    return found[1].decode() if found else ""
+    return _CONTRACT.get(found[1], found[1]).decode() if found else ""
 
 
 def _parse_bind(body: bytes) -> tuple[bytes, list[bytes | None]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from howdah import async_queue, queue
 from howdah.database.async_store import AsyncStore
+from howdah.database.driver_errors import is_locked
 from howdah.database.store import Store
 from howdah.errors import DatabaseUnreachable
 from howdah.worker import runner
@@ -25,11 +26,13 @@ T = TypeVar("T")
 
 _ACKNOWLEDGING = {
     "complete_jobs": "complete",
+    "complete_runs": "complete",
     "fail_jobs": "fail",
     "release_jobs": "release",
     "stop_jobs": "stop",
 }
-_TIMELY = {*_ACKNOWLEDGING, "claim_job_batch", "extend_jobs", "start_jobs"}
+_CLAIMING = {"claim_job_batch", "claim_runs"}
+_TIMELY = {*_ACKNOWLEDGING, *_CLAIMING, "extend_jobs", "start_jobs"}
 LATE_SECONDS = 1.0
 """A later reply is recorded as late: the store was reconnecting in the meantime."""
 
@@ -92,7 +95,7 @@ class StatementRecorder:
         if self._in_trouble or (late and function in _TIMELY):
             self._in_trouble = False
             self._ledger.write("well", asked=asked, function=function)
-        if function == "claim_job_batch":
+        if function in _CLAIMING:
             self._claimed_at = time.monotonic()
             self._claimed(asked, answer, durable="synchronous_commit" not in statement.text)
         elif (
@@ -118,7 +121,7 @@ class StatementRecorder:
         if isinstance(error, DatabaseUnreachable):
             self._in_trouble = True
             self._ledger.write("trouble", asked=asked, function=function, claimed=self._claimed_at)
-        if function in _ACKNOWLEDGING:
+        if function in _ACKNOWLEDGING and not is_locked(error):
             what = _ACKNOWLEDGING[function]
             for job, fence, final in self._acknowledged(what, statement):
                 self._ledger.write(

@@ -4,7 +4,7 @@
 -- one accepted end per job (P2); every write carries its fence, the lease_id of its claim, and a stale
 -- fence changes no row (P3); attempts never exceed max_attempts (P4). A function returns the ids it
 -- accepted; a missing id was rejected, because its lease was lost or another transaction has locked it:
--- held_jobs tells which. With p_wait false a function waits for no other transaction.
+-- held_jobs tells which. With p_wait false a function waits for no other transaction. A lease goes with its last job.
 --
 -- Every join to live_jobs also has `id = ANY (ids)`, and only hash joins are allowed; whatever the caller or
 -- the session forbids, one join method is (a plan without one costs 1e10, and a server with LLVM compiles
@@ -109,28 +109,31 @@ CREATE OR REPLACE FUNCTION elapsed_time(p_seconds float8) RETURNS interval
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN CASE WHEN p_seconds IS NOT NULL THEN make_interval(secs => least(greatest(p_seconds, 0), 1e9)) END;
 
--- Moves jobs that the caller has locked to finished_jobs and hands over their ordering keys.
+-- Moves jobs to finished_jobs and hands over their ordering keys. The caller has locked them, or p_lease_ids has their
+-- fences: then a job that another transaction has locked is waited for. Returns the ids of the jobs that were moved.
 CREATE OR REPLACE FUNCTION finish_jobs(
     p_ids uuid[],
     p_status text,
     p_results jsonb[] DEFAULT NULL,
     p_errors text[] DEFAULT NULL,
-    p_elapsed float8[] DEFAULT NULL)
-RETURNS void
+    p_elapsed float8[] DEFAULT NULL,
+    p_lease_ids uuid[] DEFAULT NULL)
+RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_completed boolean := p_status = 'completed';
     v_drop_on date := drop_day(p_status, NULL, v_now);  -- of most jobs
+    v_ids uuid[];
     v_keys text[];
     v_seqs bigint[];
     v_events jsonb;
 BEGIN
     WITH removed AS (
         DELETE FROM live_jobs AS j
-        USING unnest(p_ids, p_results, p_errors, p_elapsed) AS a (id, result, error, elapsed)
-        WHERE j.id = a.id AND j.id = ANY (p_ids)
+        USING unnest(p_ids, p_results, p_errors, p_elapsed, p_lease_ids) AS a (id, result, error, elapsed, lease_id)
+        WHERE j.id = a.id AND j.id = ANY (p_ids) AND (p_lease_ids IS NULL OR j.lease_id = a.lease_id)
         RETURNING j.*, a.result, a.error, a.elapsed),
     recorded AS (
         INSERT INTO finished_jobs (
@@ -155,12 +158,12 @@ BEGIN
                r.last_event
         FROM removed AS r
         WHERE NOT v_completed OR r.keep IS NULL OR r.keep > interval '0')
-    SELECT array_agg(r.ordering_key) FILTER (WHERE r.holds_key),
+    SELECT array_agg(r.id),
+           array_agg(r.ordering_key) FILTER (WHERE r.holds_key),
            array_agg(r.seq) FILTER (WHERE r.holds_key),
            jsonb_agg(jsonb_build_array(r.id, r.created_at, r.keep)) FILTER (WHERE r.events_count > 0)
-    INTO v_keys, v_seqs, v_events
-    FROM removed AS r
-    WHERE r.holds_key OR r.events_count > 0;
+    INTO v_ids, v_keys, v_seqs, v_events
+    FROM removed AS r;
     IF v_keys IS NOT NULL THEN
         PERFORM hand_over_keys(v_keys, v_seqs);
     END IF;
@@ -171,6 +174,28 @@ BEGIN
         PERFORM move_events_of_finished(v_events, p_status, v_now);
     END IF;
     PERFORM notify_watchers(p_ids);
+    RETURN coalesce(v_ids, '{}');
+END $$;
+
+-- complete_jobs for the runs of a worker, each job once, in one statement: it takes no locks first. It waits for a job that
+-- another transaction has locked, ten milliseconds for each, and then raises lock_not_available: the worker sends the
+-- whole batch to complete_jobs (decision 0045). Returns NULL if all were accepted, as nearly always, else their ids.
+CREATE OR REPLACE FUNCTION complete_runs(
+    p_ids uuid[], p_lease_ids uuid[], p_results jsonb[] DEFAULT NULL, p_elapsed float8[] DEFAULT NULL)
+RETURNS uuid[]
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+SET search_path FROM CURRENT SET jit = off
+SET enable_seqscan = off SET enable_nestloop = off SET enable_mergejoin = off SET enable_hashjoin = on
+SET plan_cache_mode = force_generic_plan SET lock_timeout = '10ms'
+AS $$
+DECLARE
+    v_accepted uuid[];
+BEGIN
+    IF current_setting('max_prepared_transactions') <> '0' THEN
+        PERFORM refuse_two_phase_commit();
+    END IF;
+    v_accepted := finish_jobs(p_ids, 'completed', p_results, NULL, p_elapsed, p_lease_ids);
+    RETURN CASE WHEN cardinality(v_accepted) < cardinality(p_ids) THEN v_accepted END;
 END $$;
 
 -- Completes jobs. p_elapsed: seconds since each job started, by the worker's monotonic clock. p_again is
@@ -193,6 +218,7 @@ DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
 BEGIN
     PERFORM finish_jobs(v_accepted, 'completed', p_results, NULL, p_elapsed);
+    PERFORM remove_ended_leases(p_lease_ids);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m WHERE m IS NOT NULL;
     IF p_again THEN
         RETURN QUERY
@@ -227,6 +253,7 @@ DECLARE
     v_failed uuid[];
     v_cancelled uuid[];
     v_lanes jsonb;
+    v_missing jsonb;
 BEGIN
     WITH reported AS (
         UPDATE live_jobs AS j
@@ -252,7 +279,6 @@ BEGIN
             last_error = coalesce(a.error, j.last_error),
             worker_id = NULL,
             lease_id = NULL,
-            lease_expires_at = NULL,
             claimed_at = NULL,
             started_at = NULL
         FROM unnest(v_accepted, p_errors, p_retry_at, p_retry_in) AS a (id, error, retry_at, retry_in)
@@ -261,14 +287,16 @@ BEGIN
           AND NOT j.cancel_requested
           AND (a.retry_at IS NOT NULL OR a.retry_in IS NOT NULL
                OR (p_retry_at IS NULL AND p_retry_in IS NULL))
-        RETURNING j.id, j.queue, j.job_type, j.run_at)
-    SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))) INTO v_lanes
+        RETURNING j.id, j.queue, j.job_type, j.priority, j.run_at)
+    SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))),
+           jsonb_agg(DISTINCT jsonb_build_array(r.queue, r.job_type, r.priority))
+               FILTER (WHERE is_lane_missing(r.queue, r.job_type, r.priority))
+    INTO v_lanes, v_missing
     FROM retried AS r;
+    PERFORM add_lanes(v_missing);
     PERFORM wake_workers(v_lanes);
     PERFORM notify_watchers(v_accepted);
 
-    -- Not status = 'claimed': with that the planner may choose to read the whole partial index of claimed
-    -- jobs.
     SELECT array_agg(CASE WHEN NOT j.cancel_requested THEN j.id END ORDER BY a.n),
            array_agg(CASE WHEN j.cancel_requested THEN j.id END ORDER BY a.n)
     INTO v_failed, v_cancelled
@@ -280,6 +308,7 @@ BEGIN
     IF array_remove(v_cancelled, NULL) <> '{}' THEN
         PERFORM finish_jobs(v_cancelled, 'cancelled', NULL, p_errors, p_elapsed);
     END IF;
+    PERFORM remove_ended_leases(p_lease_ids);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m WHERE m IS NOT NULL;
 END $$;
 
@@ -299,6 +328,7 @@ BEGIN
     PERFORM validate_duration('p_delay', p_delay);
     v_accepted := array_remove(lock_leased(p_ids, p_lease_ids, p_wait), NULL);
     PERFORM requeue_jobs(v_accepted, 'release', NULL, p_delay);
+    PERFORM remove_ended_leases(p_lease_ids);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m;
 END $$;
 
@@ -316,6 +346,7 @@ SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_lanes jsonb;
+    v_missing jsonb;
     v_requeued int;
     v_ended uuid[];
 BEGIN
@@ -330,7 +361,6 @@ BEGIN
             last_error = coalesce(p_error || ' (' || j.worker_id || ')', j.last_error),
             worker_id = NULL,
             lease_id = NULL,
-            lease_expires_at = NULL,
             claimed_at = NULL,
             started_at = NULL
         WHERE j.id = ANY (p_ids)
@@ -338,10 +368,14 @@ BEGIN
           AND (p_why = 'release'
                OR j.attempts < j.max_attempts
                OR (j.started_at IS NULL AND j.claims - j.attempts < 10))
-        RETURNING j.id, j.queue, j.job_type, j.run_at)
-    SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))), count(*)
-    INTO v_lanes, v_requeued
+        RETURNING j.id, j.queue, j.job_type, j.priority, j.run_at)
+    SELECT jsonb_agg(jsonb_build_array(r.queue, r.job_type, extract(epoch FROM r.run_at))),
+           jsonb_agg(DISTINCT jsonb_build_array(r.queue, r.job_type, r.priority))
+               FILTER (WHERE is_lane_missing(r.queue, r.job_type, r.priority)),
+           count(*)
+    INTO v_lanes, v_missing, v_requeued
     FROM requeued AS r;
+    PERFORM add_lanes(v_missing);
     PERFORM wake_workers(v_lanes);
     PERFORM notify_watchers(p_ids);
     IF v_requeued = cardinality(p_ids) THEN
@@ -375,5 +409,6 @@ DECLARE
     v_accepted uuid[] := lock_leased(p_ids, p_lease_ids, p_wait);
 BEGIN
     PERFORM finish_jobs(v_accepted, 'cancelled', NULL, p_reasons);
+    PERFORM remove_ended_leases(p_lease_ids);
     RETURN QUERY SELECT m FROM unnest(v_accepted) AS m WHERE m IS NOT NULL;
 END $$;

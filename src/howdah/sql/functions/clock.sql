@@ -3,21 +3,19 @@
 -- It remembers the latest time that it has seen. A later time than now shows that the clock went back. Then jobs that
 -- were enqueued, failed or claimed "in the future" would stay hidden or claimed until that time comes. Their delays and
 -- leases start now: when they were written follows from created_at, from the event of the failure, or from claimed_at.
--- A time that is more than an hour after that was probably chosen by a caller, and is kept. A lease that was extended
--- meanwhile ends shortly after the latest time that was seen.
+-- A time that is more than an hour after that was probably chosen by a caller, and is kept. The row of a lease has the
+-- time when it was written.
 --
 -- Promises: a job with such a time is corrected although its transaction commits later, or its row is locked. Every
 -- transaction that wrote one began before the clock went back, so those that are open when this is noticed are noted, and
 -- the jobs are searched again when one of them has ended. While none ends, nothing is searched.
 
 -- One step of a search through all live jobs, in the order of their ids. The state of the duty:
---   seen:     the times that the clock had reached when it went back, until they come or all jobs are corrected
+--   seen:     the time that the clock had reached when it went back, until it comes or all jobs are corrected
 --   place:    where the search goes on; none between two searches
 --   writers:  transactions that may still commit such a time
 --   locked:   jobs that were locked, up to 1000: they are tried again by id
 --   rest:     whether there were more; then all jobs are searched again when some of the locks have ended
---   extended: whether the search includes leases that were extended. Nothing in the row shows when that was, and a
---             lease that the right clock has set may look the same. So only the first search does, soon after the jump.
 CREATE OR REPLACE FUNCTION correct_clock(p_limit int DEFAULT 5000, OUT more boolean, OUT problem text)
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
@@ -27,20 +25,20 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_duty maintenance;
     v_jumped boolean;
-    v_seen timestamptz[];
+    v_seen timestamptz;
     v_place uuid;
     v_open text[];
     v_writers text[];
     v_locked uuid[];
     v_rest boolean;
-    v_extended boolean;
+    v_are_leases_left boolean;
     v_ids uuid[];
 BEGIN
     more := false;
     SELECT m.* INTO v_duty FROM maintenance AS m WHERE m.duty = 'clock';
     v_jumped := v_duty.reached > v_now + interval '1 second';
-    v_seen := clock_had_reached(v_duty, v_now + interval '1 second');
-    IF v_seen = '{}' THEN
+    v_seen := greatest(v_duty.reached, (v_duty.state ->> 'seen')::timestamptz);
+    IF v_seen <= v_now + interval '1 second' THEN
         PERFORM remember('clock', v_now, '{}');
         RETURN;
     END IF;
@@ -52,56 +50,31 @@ BEGIN
     v_writers := ARRAY (SELECT jsonb_array_elements_text(v_duty.state -> 'writers'));
     v_locked := ARRAY (SELECT jsonb_array_elements_text(v_duty.state -> 'locked'));
     v_rest := coalesce((v_duty.state -> 'rest')::boolean, false);
-    v_extended := coalesce((v_duty.state -> 'extended')::boolean, false);
-    IF v_jumped THEN
-        -- An excuse that the clock that was ahead has written would count as the one excuse of a lease (recovery.sql).
-        DELETE FROM extended_leases
-        WHERE ctid = ANY (ARRAY (
-            SELECT e.ctid FROM extended_leases AS e
-            WHERE e.is_excuse AND e.written_at > v_now
-            FOR UPDATE SKIP LOCKED));
-    END IF;
     v_open := writers_of_jobs();
+    v_are_leases_left := correct_leases(v_now);
     IF v_jumped OR v_place IS NULL AND (NOT v_writers <@ v_open OR v_rest AND cardinality(v_locked) < 1000) THEN
         v_place := '00000000-0000-0000-0000-000000000000';
-        v_extended := v_jumped OR v_rest;
         v_rest := false;
         v_writers := ARRAY (
             SELECT o FROM unnest(v_open) AS o WHERE v_jumped OR o = ANY (v_writers) OR o LIKE 'prepared %');
     END IF;
     v_ids := ARRAY (SELECT j.id FROM live_jobs AS j WHERE j.id > v_place ORDER BY j.id LIMIT p_limit);
-    v_locked := correct_jobs(v_ids, v_locked, v_now, v_seen, v_extended);
+    v_locked := correct_jobs(v_ids, v_locked, v_now);
     IF cardinality(v_locked) > 1000 THEN
         v_rest := true;
         v_writers := ARRAY (SELECT unnest(v_writers) UNION SELECT unnest(writers_of_jobs()));
     END IF;
     more := cardinality(v_ids) = p_limit;
     PERFORM remember('clock', v_now, CASE
-        WHEN more OR v_rest OR v_writers <> '{}' OR v_locked <> '{}' THEN jsonb_build_object(
+        WHEN more OR v_rest OR v_are_leases_left OR v_writers <> '{}' OR v_locked <> '{}' THEN jsonb_build_object(
             'seen', v_seen, 'place', CASE WHEN more THEN v_ids[p_limit] END, 'writers', v_writers,
-            'locked', v_locked[:1000], 'rest', v_rest, 'extended', v_extended)
+            'locked', v_locked[:1000], 'rest', v_rest)
         ELSE '{}' END);
 END $$;
 
--- The times after p_after that the clock had reached when it went back. A clock that keeps jumping while a transaction
--- stays open must not fill the row.
-CREATE OR REPLACE FUNCTION clock_had_reached(p_duty maintenance, p_after timestamptz) RETURNS timestamptz[]
-LANGUAGE sql STABLE SET search_path FROM CURRENT
-AS $$
-    SELECT ARRAY (
-        SELECT s.at
-        FROM (SELECT p_duty.reached AS at
-              UNION SELECT e::timestamptz FROM jsonb_array_elements_text(p_duty.state -> 'seen') AS e) AS s
-        WHERE s.at > p_after
-        ORDER BY s.at DESC
-        LIMIT 100)
-$$;
-
 -- Corrects those of p_ids and p_locked that the clock that was ahead has written. p_locked: jobs that an earlier step could
 -- not correct. Returns those that are locked now.
-CREATE OR REPLACE FUNCTION correct_jobs(
-    p_ids uuid[], p_locked uuid[], p_now timestamptz, p_seen timestamptz[], p_extended boolean)
-RETURNS uuid[]
+CREATE OR REPLACE FUNCTION correct_jobs(p_ids uuid[], p_locked uuid[], p_now timestamptz) RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 SET enable_seqscan = off SET enable_bitmapscan = off
@@ -113,10 +86,10 @@ DECLARE
     v_lanes jsonb;
 BEGIN
     WITH ahead AS MATERIALIZED (
-        SELECT j.id, written_at(j, p_now, CASE WHEN p_extended OR j.id = ANY (p_locked) THEN p_seen END) AS written
+        SELECT j.id, written_at(j, p_now) AS written
         FROM live_jobs AS j
         WHERE j.id = ANY (v_ids)
-          AND greatest(j.created_at, j.run_at, j.lease_expires_at) > p_now + interval '1 second'
+          AND greatest(j.created_at, j.run_at, j.claimed_at) > p_now + interval '1 second'
         ORDER BY j.id
         FOR NO KEY UPDATE SKIP LOCKED),
     corrected AS (
@@ -130,9 +103,6 @@ BEGIN
                           ELSE j.run_at END,
             -- The day of a job's events follows from created_at.
             created_at = CASE WHEN j.events_count = 0 THEN least(j.created_at, p_now) ELSE j.created_at END,
-            -- A lease that ends before it was claimed was extended since the clock went back, and is right.
-            lease_expires_at = CASE WHEN j.lease_expires_at < a.written THEN j.lease_expires_at
-                                    ELSE p_now + (j.lease_expires_at - a.written) END,
             -- Not least(), which ignores NULL: a job that was not started would count as started.
             claimed_at = CASE WHEN j.claimed_at > p_now THEN p_now ELSE j.claimed_at END,
             started_at = CASE WHEN j.started_at > p_now THEN p_now ELSE j.started_at END
@@ -149,23 +119,18 @@ BEGIN
         SELECT j.id
         FROM live_jobs AS j
         WHERE j.id = ANY (v_ids)
-          AND greatest(j.created_at, j.run_at, j.lease_expires_at) > p_now + interval '1 second'
-          AND written_at(j, p_now, CASE WHEN p_extended OR j.id = ANY (p_locked) THEN p_seen END) IS NOT NULL
+          AND greatest(j.created_at, j.run_at, j.claimed_at) > p_now + interval '1 second'
+          AND written_at(j, p_now) IS NOT NULL
           AND j.id <> ALL (coalesce(v_corrected, '{}'))
         ORDER BY j.id);
 END $$;
 
--- When the clock that was ahead wrote a job's due time or lease; NULL if it did not. p_seen: the times that it had
--- reached; NULL: leases that were extended are not considered.
-CREATE OR REPLACE FUNCTION written_at(p_job live_jobs, p_now timestamptz, p_seen timestamptz[])
-RETURNS timestamptz
+-- When the clock that was ahead wrote a job's due time or claim; NULL if it did not.
+CREATE OR REPLACE FUNCTION written_at(p_job live_jobs, p_now timestamptz) RETURNS timestamptz
 LANGUAGE sql STABLE SET search_path FROM CURRENT
 AS $$
     SELECT CASE
-        WHEN p_job.status = 'claimed' AND p_job.claimed_at > p_now THEN p_job.claimed_at
-        WHEN p_job.status = 'claimed' THEN (
-            SELECT max(s) FROM unnest(p_seen) AS s
-            WHERE p_job.lease_expires_at BETWEEN s AND s + interval '10 minutes')
+        WHEN p_job.status = 'claimed' THEN CASE WHEN p_job.claimed_at > p_now THEN p_job.claimed_at END
         WHEN p_job.created_at > p_now THEN p_job.created_at
         WHEN p_job.attempts > 0 THEN (
             SELECT max(e.at) FROM job_events AS e
@@ -173,3 +138,26 @@ AS $$
               AND e.drop_on IN (events_day(p_job.created_at, p_job.keep), date '9999-12-31'))
     END
 $$;
+
+-- Corrects leases that the clock that was ahead has written: they are as long as before, from now on, and an excuse that
+-- it has written does not count. A heartbeat since then has left the time of the claim alone. Returns whether some are
+-- locked.
+CREATE OR REPLACE FUNCTION correct_leases(p_now timestamptz) RETURNS boolean
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+SET enable_seqscan = off SET enable_bitmapscan = off
+AS $$
+DECLARE
+    v_ahead timestamptz := p_now + interval '1 second';
+BEGIN
+    UPDATE leases AS l
+    SET claimed_at = least(l.claimed_at, p_now),
+        written_at = least(l.written_at, p_now),
+        is_excused = l.is_excused AND l.written_at <= v_ahead,
+        expires_at = CASE WHEN l.written_at > v_ahead THEN p_now + (l.expires_at - l.written_at) ELSE l.expires_at END
+    WHERE l.lease_id = ANY (ARRAY (
+        SELECT a.lease_id FROM leases AS a
+        WHERE greatest(a.written_at, a.claimed_at) > v_ahead
+        FOR NO KEY UPDATE SKIP LOCKED));
+    RETURN EXISTS (SELECT FROM leases AS l WHERE greatest(l.written_at, l.claimed_at) > v_ahead);
+END $$;

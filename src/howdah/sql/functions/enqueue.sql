@@ -267,7 +267,7 @@ BEGIN
     IF current_setting('max_prepared_transactions') <> '0' THEN
         PERFORM refuse_two_phase_commit();
     END IF;
-    PERFORM add_lane(l ->> 0, l ->> 1, (l ->> 2)::int) FROM jsonb_array_elements(p_lanes) AS l;
+    PERFORM add_lanes(p_lanes);
     -- now() is the start of the transaction: no job in it is due earlier. How many jobs were copied is not
     -- known, and COPY is for many: every idle worker is woken.
     PERFORM wake_workers(jsonb_agg(

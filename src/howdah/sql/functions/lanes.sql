@@ -20,11 +20,7 @@ AS $$
 DECLARE
     v_twin boolean;
 BEGIN
-    IF EXISTS (
-        SELECT FROM lanes AS l
-        WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority AND l.closing = 0)
-       OR NOT sees_new_commits()
-    THEN
+    IF NOT is_lane_missing(p_queue, p_job_type, p_priority) OR NOT sees_new_commits() THEN
         RETURN;
     END IF;
     v_twin := coalesce(
@@ -37,6 +33,16 @@ BEGIN
         INSERT INTO lanes (queue, job_type, priority, twin)
         VALUES (p_queue, p_job_type, p_priority, v_twin)
         ON CONFLICT DO NOTHING;
+    END IF;
+END $$;
+
+-- Adds lanes: [[queue, job type, priority], ...]; NULL: none.
+CREATE OR REPLACE FUNCTION add_lanes(p_lanes jsonb) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
+AS $$
+BEGIN
+    IF p_lanes IS NOT NULL THEN
+        PERFORM add_lane(l ->> 0, l ->> 1, (l ->> 2)::int) FROM jsonb_array_elements(p_lanes) AS l;
     END IF;
 END $$;
 
@@ -61,6 +67,39 @@ BEGIN ATOMIC
     SELECT coalesce((SELECT s.raised FROM sweeps AS s ORDER BY s.id DESC LIMIT 1)[p_number % 256 + 1], '-infinity')
     OFFSET 0;
 END;
+
+-- The lanes of these types and queues that have a due job, and the first such job of each. Search them in the order of
+-- priority DESC, first_run_at. p_types: hash_types of many types, or NULL. The planner inlines this.
+CREATE OR REPLACE FUNCTION due_lanes(
+    p_job_types text[], p_types jsonb, p_queues text[], p_now timestamptz, p_due_from timestamptz)
+RETURNS TABLE (queue text, job_type text, priority int, first_run_at timestamptz, is_suspect boolean)
+LANGUAGE sql STABLE
+BEGIN ATOMIC
+    SELECT l.queue, l.job_type, l.priority, first.run_at, first.is_suspect
+    FROM lanes AS l
+    CROSS JOIN LATERAL lane_head(l.number) AS h
+    CROSS JOIN LATERAL (
+        SELECT j.run_at::timestamptz AS run_at, j.claims > j.attempts AS is_suspect
+        FROM live_jobs AS j
+        WHERE j.status = 'pending' AND j.blockers = 0
+          AND j.queue = l.queue AND j.job_type = l.job_type AND j.priority = l.priority
+          AND j.run_at >= CASE WHEN h.head_at > p_now THEN '-infinity'
+                               ELSE least(h.head_at, p_due_from) END
+          AND j.run_at <= p_now
+        ORDER BY j.run_at, j.id
+        LIMIT 1) AS first
+    WHERE l.queue = ANY (p_queues)
+      AND (p_job_types IS NULL
+           OR CASE WHEN p_types IS NULL THEN l.job_type = ANY (p_job_types)
+                   ELSE p_types ? l.job_type END);
+END;
+
+-- Whether a lane is missing or about to be removed.
+CREATE OR REPLACE FUNCTION is_lane_missing(p_queue text, p_job_type text, p_priority int) RETURNS boolean
+LANGUAGE sql STABLE
+RETURN NOT EXISTS (
+    SELECT FROM lanes AS l
+    WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority AND l.closing = 0);
 
 -- The due time of a job that becomes pending again: where a claim will look, so neither below the head nor
 -- in the future. (If every requeue lowered the head instead, updates of the lane would be lost, and
@@ -326,9 +365,7 @@ BEGIN
         BEGIN
             INSERT INTO lanes (queue, job_type, priority, twin)
             SELECT p_queue, p_job_type, p_priority, n = 1
-            WHERE NOT EXISTS (
-                SELECT FROM lanes AS l
-                WHERE l.queue = p_queue AND l.job_type = p_job_type AND l.priority = p_priority AND l.closing = 0)
+            WHERE is_lane_missing(p_queue, p_job_type, p_priority)
             ON CONFLICT DO NOTHING;
         EXCEPTION WHEN lock_not_available THEN
             NULL;
@@ -410,7 +447,7 @@ AS $$
         ORDER BY j.queue, j.job_type, j.priority DESC LIMIT 1) AS f
 $$;
 
--- The other transactions that have written or locked jobs and not ended: a function may lock jobs, read the clock, and
+-- The other transactions that have written or locked jobs or leases and not ended: a function may lock jobs, read the clock, and
 -- write them only after it has waited for another table. Their locks are released after their commit can be seen, so the
 -- next statement sees what a transaction that is not among them has written. Virtual transaction ids start again when the
 -- server does, also after a crash, hence the process and the start of the server. A prepared transaction gets a new name
@@ -423,7 +460,7 @@ BEGIN RETURN ARRAY (
     SELECT DISTINCT CASE WHEN k.pid IS NULL THEN 'prepared ' ELSE '' END
         || concat_ws(' ', k.virtualtransaction, k.pid, extract(epoch FROM pg_postmaster_start_time()))
     FROM pg_locks AS k
-    WHERE k.locktype = 'relation' AND k.relation = 'live_jobs'::regclass
+    WHERE k.locktype = 'relation' AND k.relation IN ('live_jobs'::regclass, 'leases'::regclass)
       AND k.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
       AND k.mode IN ('RowExclusiveLock', 'RowShareLock') AND k.pid IS DISTINCT FROM pg_backend_pid());
 END $$;
@@ -468,7 +505,8 @@ END $$;
 -- Decides on the removal of an unused lane, in steps (decision 0032). A lane in which no sweep has found a due job for
 -- ten minutes closes: enqueues that see this add a new row. Those that do not see it have started to write before the
 -- next sweep. When no transaction spans the two sweeps after that one, their jobs are visible: the row is removed, or
--- opened again if it has a job. Returns the next step; 0: the lane stays, 3: it is removed.
+-- opened again if it has a job. A job that is claimed meanwhile adds the lane again when it is requeued, as an enqueue
+-- does. Returns the next step; 0: the lane stays, 3: it is removed.
 CREATE OR REPLACE FUNCTION close_lane(p_lane lanes, p_lasting boolean) RETURNS int
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
 AS $$
@@ -479,15 +517,14 @@ BEGIN
     IF p_lane.closing = 1 OR p_lane.closing = 2 AND p_lasting THEN
         RETURN 2;
     ELSIF p_lane.closing = 2 THEN
-        v_is_empty := NOT has_claimed_job(p_lane) AND NOT EXISTS (
+        v_is_empty := NOT EXISTS (
             SELECT FROM live_jobs AS j
             WHERE j.status = 'pending' AND j.blockers = 0
               AND j.queue = p_lane.queue AND j.job_type = p_lane.job_type AND j.priority = p_lane.priority);
         -- Dead entries of a lane are skipped only while the lane exists.
         RETURN CASE WHEN v_is_empty AND clock_timestamp() - v_began < interval '5 milliseconds' THEN 3 ELSE 0 END;
     END IF;
-    RETURN (NOT has_claimed_job(p_lane)
-        AND NOT EXISTS (
+    RETURN (NOT EXISTS (
             SELECT FROM lanes AS l
             WHERE l.queue = p_lane.queue AND l.job_type = p_lane.job_type
               AND l.priority = p_lane.priority AND l.closing > 0)
@@ -496,20 +533,6 @@ BEGIN
             WHERE j.status = 'pending' AND j.blockers = 0
               AND j.queue = p_lane.queue AND j.job_type = p_lane.job_type AND j.priority = p_lane.priority
               AND j.run_at > v_began))::int;
-END $$;
-
--- Whether a job of this lane is being run, and may return to it. A lease that ended a minute ago is that of
--- a recovered job, or soon will be.
-CREATE OR REPLACE FUNCTION has_claimed_job(p_lane lanes) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT
-AS $$
-DECLARE
-    v_from timestamptz := clock_timestamp() - interval '1 minute';
-BEGIN
-    RETURN EXISTS (
-        SELECT FROM live_jobs AS j
-        WHERE j.status = 'claimed' AND j.queue = p_lane.queue AND j.job_type = p_lane.job_type
-          AND j.lease_expires_at >= v_from AND j.priority = p_lane.priority);
 END $$;
 
 -- Stores what close_lane decided, without waiting.

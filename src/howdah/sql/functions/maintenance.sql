@@ -33,8 +33,7 @@ BEGIN
     END IF;
     more := false;
     FOREACH v_table IN ARRAY ARRAY[
-        'idempotency_keys', 'freed_keys', 'workers', 'watchers', 'extended_leases', 'throughput',
-        'finished_jobs_short']
+        'idempotency_keys', 'freed_keys', 'workers', 'watchers', 'throughput', 'finished_jobs_short']
     LOOP
         BEGIN
             more := prune_table(v_table, v_from, v_reached, p_limit) >= p_limit OR more;
@@ -48,7 +47,7 @@ BEGIN
 END $$;
 
 -- Removes some rows that expired from p_from until p_reached, and returns their number: idempotency keys, those that were
--- freed, watchers, heartbeats of locked jobs, throughput, jobs kept for less than a day, and workers not seen for a day.
+-- freed, watchers, throughput, jobs kept for less than a day, and workers not seen for a day.
 -- One reading of the clock is not enough: see confirmed_time.
 CREATE OR REPLACE FUNCTION prune_table(p_table text, p_from timestamptz, p_reached timestamptz, p_limit int)
 RETURNS bigint
@@ -85,14 +84,6 @@ BEGIN
             SELECT w.ctid FROM watchers AS w
             WHERE w.until BETWEEN p_from AND p_reached
             ORDER BY w.until
-            LIMIT p_limit
-            FOR UPDATE SKIP LOCKED));
-    WHEN 'extended_leases' THEN
-        DELETE FROM extended_leases
-        WHERE ctid = ANY (ARRAY (
-            SELECT e.ctid FROM extended_leases AS e
-            WHERE e.expires_at BETWEEN p_from AND p_reached
-            ORDER BY e.expires_at
             LIMIT p_limit
             FOR UPDATE SKIP LOCKED));
     WHEN 'throughput' THEN

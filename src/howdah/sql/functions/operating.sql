@@ -179,9 +179,8 @@ BEGIN
         PERFORM move_events(v_events);
     END IF;
     -- Their lanes may have been removed since.
-    PERFORM add_lane(l.queue, l.job_type, l.priority)
-    FROM (SELECT DISTINCT e ->> 0 AS queue, e ->> 1 AS job_type, (e ->> 3)::int AS priority
-          FROM jsonb_array_elements(v_lanes) AS e) AS l;
+    PERFORM add_lanes((
+        SELECT jsonb_agg(DISTINCT jsonb_build_array(e -> 0, e -> 1, e -> 3)) FROM jsonb_array_elements(v_lanes) AS e));
     PERFORM wake_workers(v_lanes);
     RETURN QUERY SELECT i FROM unnest(v_ids) AS i;
 EXCEPTION WHEN lock_not_available THEN

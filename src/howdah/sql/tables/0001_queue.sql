@@ -70,8 +70,7 @@ CREATE TABLE live_jobs (
     created_at       timestamptz      NOT NULL DEFAULT clock_timestamp(),
     claimed_at       timestamptz,
     started_at       timestamptz,
-    lease_expires_at timestamptz,
-    lease_id         uuid,
+    lease_id         uuid,  -- the fence; of a claimed job, its row in leases
     priority         job_priority     NOT NULL DEFAULT 100,
     attempts         int              NOT NULL DEFAULT 0,
     max_attempts     attempt_limit    NOT NULL DEFAULT 3,
@@ -95,14 +94,10 @@ CREATE TABLE live_jobs (
     keep             retention,
     last_event       bigint,  -- the number of the last event of its runs, so that none is written twice
     CONSTRAINT live_jobs_pkey PRIMARY KEY (id),
-    -- One constraint for all conditions, for the reason given at the domains. The second is the status of the view
-    -- jobs: the planner then knows that a search for finished jobs need not read live ones.
-    CONSTRAINT consistent CHECK (
-        (status = 'pending' AND lease_id IS NULL OR status = 'claimed' AND lease_id IS NOT NULL)
-        AND CASE WHEN status = 'claimed' AND started_at IS NOT NULL THEN 'running' ELSE status END
-            IN ('pending', 'claimed', 'running')
-        AND attempts BETWEEN 0 AND max_attempts AND claims >= attempts
-        AND progress BETWEEN 0 AND 100 AND blockers >= 0)
+    -- The status of the view jobs: the planner then knows that a search for finished jobs need not read live ones.
+    CONSTRAINT live_status CHECK (
+        CASE WHEN status = 'claimed' AND started_at IS NOT NULL THEN 'running' ELSE status END
+            IN ('pending', 'claimed', 'running'))
 ) WITH (
     fillfactor = 70,
     autovacuum_vacuum_scale_factor = 0.05,
@@ -113,9 +108,6 @@ CREATE TABLE live_jobs (
 
 CREATE INDEX live_jobs_pending ON live_jobs (queue, job_type, priority DESC, run_at, id)
     WHERE status = 'pending' AND blockers = 0;
--- By time alone, so that recovery needs no list of job types (decision 0030).
-CREATE INDEX live_jobs_claimed ON live_jobs (lease_expires_at)
-    WHERE status = 'claimed';
 -- One index finds a key's holder and the next job of the key (decision 0003).
 CREATE INDEX live_jobs_ordered ON live_jobs (ordering_key, holds_key, seq)
     WHERE ordering_key IS NOT NULL;
@@ -124,20 +116,21 @@ CREATE INDEX live_jobs_ordered ON live_jobs (ordering_key, holds_key, seq)
 CREATE INDEX live_jobs_key_floor ON live_jobs ((hashtextextended(ordering_key::text, 0) & 31), seq)
     WHERE (hashtextextended(ordering_key::text, 0) & 31) IS NOT NULL;
 
--- Heartbeats of jobs whose row another transaction has locked: the lease counts as extended from written_at until
--- expires_at (decision 0004). An excuse is a heartbeat that recovery adds, for a worker that may have had no chance to
--- send one (decision 0042). Not unique, so that adding a row waits for nobody. `prune` removes the rows.
-CREATE TABLE extended_leases (
-    lease_id   uuid        NOT NULL,
-    job_id     uuid        NOT NULL,
-    written_at timestamptz NOT NULL,
-    expires_at timestamptz NOT NULL,
-    is_excuse  boolean     NOT NULL DEFAULT false
-);
-CREATE INDEX extended_leases_job ON extended_leases (job_id, lease_id);
-CREATE INDEX extended_leases_expired ON extended_leases (expires_at);
--- Every table has a primary key or this: PostgreSQL refuses to delete from a published table that has neither.
-ALTER TABLE extended_leases REPLICA IDENTITY FULL;
+-- One row for each claim: until when its jobs are its worker's. A heartbeat extends the lease and writes no job, so that
+-- it costs the same for one job and for thousands, and meets no lock on a job (decision 0045). The fence of a job is in
+-- its own row. A lease stays until its jobs have ended or were taken from it: then the acknowledgement of the last one
+-- removes it, or a heartbeat of its worker, or recovery when it has expired.
+CREATE TABLE leases (
+    lease_id    uuid        NOT NULL CONSTRAINT leases_pkey PRIMARY KEY,
+    worker_id   text        COLLATE "C" NOT NULL,
+    claimed_at  timestamptz NOT NULL,
+    written_at  timestamptz NOT NULL,  -- when expires_at was set
+    expires_at  timestamptz NOT NULL,
+    is_excused  boolean     NOT NULL DEFAULT false,  -- by recovery, since the last heartbeat (decision 0042)
+    job_ids     uuid[]      NOT NULL
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 5000,
+        autovacuum_vacuum_cost_delay = 0);
+CREATE INDEX leases_expired ON leases (expires_at);
 
 -- Finished jobs, partitioned by the day on which they may be dropped: retention drops a partition and does not
 -- delete rows (decision 0001).
@@ -243,7 +236,8 @@ CREATE TABLE freed_keys (
     job_id     uuid NOT NULL
 );
 CREATE INDEX freed_keys_holding ON freed_keys (holding_id);
-ALTER TABLE freed_keys REPLICA IDENTITY FULL;  -- as for extended_leases
+-- Every table has a primary key or this: PostgreSQL refuses to delete from a published table that has neither.
+ALTER TABLE freed_keys REPLICA IDENTITY FULL;
 
 -- Ordering keys whose next holder could not be decided without waiting for another transaction.
 CREATE TABLE unassigned_keys (
@@ -347,7 +341,9 @@ CREATE VIEW jobs AS
 SELECT id, seq, queue::text, job_type::text, priority::int,
        CASE WHEN status = 'claimed' AND started_at IS NOT NULL THEN 'running' ELSE status END AS status,
        data::jsonb, progress, current_stage, events_count,
-       worker_id, lease_id, lease_expires_at, claims, claimed_at,
+       worker_id, lease_id,
+       (SELECT l.expires_at FROM leases AS l WHERE l.lease_id = live_jobs.lease_id) AS lease_expires_at,
+       claims, claimed_at,
        run_at::timestamptz, created_at, started_at, NULL::timestamptz AS completed_at,
        attempts, max_attempts::int, last_error, request_id::text, traceparent::text,
        idempotency_key::text, ordering_key::text, holds_key, blockers, cancel_requested, keep::interval,
