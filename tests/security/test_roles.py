@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ENQUEUEING = {"enqueue_job", "enqueue_jobs", "announce_jobs", "refuse_replica_role"}
 READING = {"pending_count", "next_due_at", "get_jobs", "get_events"}
 WORKING = {
-    "claim_job_batch", "enqueue_and_claim", "start_jobs", "extend_jobs", "report_progress", "add_events",
-    "add_late_events", "complete_jobs", "fail_jobs", "release_jobs", "stop_jobs", "held_jobs", "watch_jobs",
+    "claim_job_batch", "claim_runs", "enqueue_and_claim", "start_jobs", "extend_jobs", "report_progress", "add_events",
+    "add_late_events", "complete_jobs", "complete_runs", "fail_jobs", "release_jobs", "stop_jobs", "held_jobs", "watch_jobs",
     "unwatch_jobs", "register_worker", "touch_worker", "beat_worker", "remove_worker",
     "wake_channel", "next_wake", "pass_wake", "recover_stale_jobs", "run_maintenance",
     "run_due_duty",
