@@ -161,9 +161,8 @@ class Heartbeat(Reports):
         self._is_lease_locked = False
         with self._buffer_lock:
             leases = list(self._leases.values())
-            runs = [
-                run for run in self._runs.values() if not run.finishing
-            ]  # those that may have to stop
+            # Those that may have to stop.
+            runs = [run for run in self._runs.values() if not run.finishing]
         try:
             for first in range(0, max(len(leases), len(runs)), EXTENDED_RUNS):
                 some = slice(first, first + EXTENDED_RUNS)

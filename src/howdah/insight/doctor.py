@@ -298,7 +298,7 @@ class Doctor:
 
     def _leases(self) -> Finding:
         (expired,) = self._rows(
-            # A lease whose jobs have ended stays until recovery removes it.
+            # The lease of a worker stays for a while after its jobs have ended.
             "SELECT count(*) FROM (SELECT unnest(l.job_ids) AS id, l.lease_id FROM {s}.leases AS l "
             "WHERE l.expires_at < clock_timestamp() - interval '10 seconds') AS e "
             "JOIN {s}.live_jobs AS j ON j.id = e.id AND j.lease_id = e.lease_id"

@@ -119,9 +119,8 @@ BEGIN
     END LOOP;
 END $$;
 
--- claim_job_batch for a worker: it runs suspects one at a time itself, and needs few columns of a job. A claim of one job
--- takes a tenth less time so, as starting a statement costs more than a row (decision 0045). `waited`: seconds since the
--- job was due.
+-- claim_job_batch for a worker: it runs suspects one at a time itself, and needs few columns of a job. Starting a statement
+-- with all columns costs more than the row of a job (decision 0045). `waited`: seconds since the job was due.
 CREATE OR REPLACE FUNCTION claim_runs(
     p_worker_id text,
     p_job_types text[],

@@ -8,7 +8,8 @@
 --
 -- Promises: a job with such a time is corrected although its transaction commits later, or its row is locked. Every
 -- transaction that wrote one began before the clock went back, so those that are open when this is noticed are noted, and
--- the jobs are searched again when one of them has ended. While none ends, nothing is searched.
+-- the jobs are searched again when one of them has ended. While none ends, no job is searched; the
+-- leases, which are few, are read in each run.
 
 -- One step of a search through all live jobs, in the order of their ids. The state of the duty:
 --   seen:     the time that the clock had reached when it went back, until it comes or all jobs are corrected

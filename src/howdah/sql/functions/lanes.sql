@@ -447,8 +447,8 @@ AS $$
         ORDER BY j.queue, j.job_type, j.priority DESC LIMIT 1) AS f
 $$;
 
--- The other transactions that have written or locked jobs or leases and not ended: a function may lock jobs, read the clock, and
--- write them only after it has waited for another table. Their locks are released after their commit can be seen, so the
+-- The other transactions that have written or locked jobs or leases and not ended: a function may lock jobs, read the
+-- clock, and write them only after it has waited for another table. Their locks are released after their commit can be seen, so the
 -- next statement sees what a transaction that is not among them has written. Virtual transaction ids start again when the
 -- server does, also after a crash, hence the process and the start of the server. A prepared transaction gets a new name
 -- when it is prepared, and when the server is restarted. Our functions refuse to be prepared, an INSERT into live_jobs

@@ -1,7 +1,7 @@
 -- Extend leases. A lease is a row of the table leases, one for the jobs of a lane that were claimed at once.
 --
--- Owns the expiry of leases. claim.sql adds leases; recovery.sql removes those whose jobs have ended, and
--- takes the jobs of those that expired. Promises: a heartbeat waits for no other transaction, and no lock on a job keeps
+-- Owns the expiry of leases, and the removal of those whose jobs have ended. claim.sql adds leases; recovery.sql takes the
+-- jobs of those that expired, and removes what is left. Promises: a heartbeat waits for no other transaction, and no lock on a job keeps
 -- it from extending the lease (decision 0045). A stale fence extends nothing (P3).
 --
 -- The joins follow the rule in acknowledge.sql.
